@@ -110,7 +110,15 @@ def main(arguments: list[str] | None = None) -> None:
     from accelerate.utils import gather_object
     from tqdm.auto import tqdm
 
-    from trl_ext.models import answer_texts, eos_token_ids, load_model, load_tokenizer, prompt_token_ids, sample
+    from trl_ext.models import (
+        answer_texts,
+        context_of,
+        eos_token_ids,
+        load_model,
+        load_tokenizer,
+        prompt_token_ids,
+        sample,
+    )
 
     # Without a GPU and `cpu`, each of several processes would take itself for the only one, and write the file
     state = PartialState(cpu=args.use_cpu or not torch.accelerator.is_available() or None)
@@ -120,10 +128,10 @@ def main(arguments: list[str] | None = None) -> None:
         tokenizer = load_tokenizer(args.model_name_or_path, args.revision)
         prompt_ids = prompt_token_ids(tokenizer, prompts)
         model = load_model(args.model_name_or_path, state.device, args.revision, args.dtype)
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    context = context_of(model)
     longest = max(map(len, prompt_ids))
-    room = float("inf") if context is None else context - longest
-    longest_answer = args.max_new_tokens or max(int(min(256, room)), 1)
+    room = context - longest
+    longest_answer = args.max_new_tokens or max(min(256, room), 1)
     if longest_answer > room:
         parser.error(
             f"the longest prompt has {longest} tokens and `max_new_tokens` is {longest_answer}, but the model's "

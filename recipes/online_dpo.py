@@ -52,12 +52,9 @@ def answer(
 ) -> list[dict]:
     """
     Sample `number` answers to each row in succession; an answer ends at a token id in `ends`, or at the length limit.
-    `batch` answers are sampled at once.
-
-    Returns:
-        A dict for each answer, with `completion`, `ids`, `prompt_ids` and `finished`.
+    `batch` answers are sampled at once. The rows are those of [`~trl_ext.models.answer_rows`].
     """
-    from trl_ext.models import answer_texts, prompt_token_ids, sample
+    from trl_ext.models import answer_rows, prompt_token_ids, sample
 
     prompts = [row["prompt"] for row in rows for _ in range(number)]
     prompt_ids = prompt_token_ids(tokenizer, prompts)
@@ -69,16 +66,7 @@ def answer(
         temperature=script_args.temperature,
         batch_size=batch,
     )
-    texts = answer_texts(tokenizer, answers, ends)
-    return [
-        {
-            "completion": text if isinstance(prompt, str) else [{"role": "assistant", "content": text}],
-            "ids": ids,
-            "prompt_ids": asked,
-            "finished": ids[-1] in ends,
-        }
-        for prompt, asked, ids, text in zip(prompts, prompt_ids, answers, texts, strict=True)
-    ]
+    return answer_rows(tokenizer, prompts, prompt_ids, answers, ends)
 
 
 def score(rewards: list[Any], rows: list[dict], answers: list[dict], batch: int) -> list[list[float | None]]:
@@ -94,7 +82,7 @@ def score(rewards: list[Any], rows: list[dict], answers: list[dict], batch: int)
         given = {
             "prompts": [row["prompt"] for row in rows[part]],
             "completions": [a["completion"] for a in answers[part]],
-            "completion_ids": [a["ids"] for a in answers[part]],
+            "completion_ids": [a["completion_ids"] for a in answers[part]],
             "prompt_ids": [a["prompt_ids"] for a in answers[part]],
             "finished": [a["finished"] for a in answers[part]],
         }
@@ -111,16 +99,14 @@ def total(scores: list[float | None], weights: list[float]) -> float | None:
     return sum(applying) if applying and not any(map(math.isnan, applying)) else None
 
 
-def text_of(completion: str | list[dict]) -> str:
-    return completion if isinstance(completion, str) else completion[-1]["content"]
-
-
 def best_and_worst(rows: list[dict], answers: list[dict], totals: list[float | None]) -> list[dict]:
     """
     Return for each prompt a pair of its best and its worst non-empty answer by `totals`, the answers' scores, except
     where the two scores or texts are equal. Its keys are `prompt`, `chosen`, `rejected` and `score_chosen`,
     `score_rejected`.
     """
+    from trl_ext.rewards import text_of
+
     pairs = []
     k = len(answers) // len(rows)
     for i, row in enumerate(rows):
@@ -256,7 +242,7 @@ def main(arguments: list[str] | None = None) -> None:
                 if len(applying):
                     means[name] = applying.mean().item()
                     intervals[name] = bootstrap_interval(applying)
-            length = sum(len(a["ids"]) for a in answers) / len(answers)
+            length = sum(len(a["completion_ids"]) for a in answers) / len(answers)
             facts["answers"] = {
                 "prompts": [row["prompt"] for row in asked],
                 "completions": [each["completion"] for each in answers],

@@ -179,9 +179,9 @@ def main(arguments: list[str] | None = None) -> None:
 
     from trl_ext import load_dataset_split, save_base_fingerprint
     from trl_ext.data import TrainedPairs, held_out_rows, not_trained_on, usable_pairs
-    from trl_ext.dpo import ResumableRewardTrainer
+    from trl_ext.dpo import ResumableRewardTrainer, centre, head_of
     from trl_ext.evaluation import reward_model_report
-    from trl_ext.models import base_of, centre, has_head, head_of, keep_unpacked, load_config
+    from trl_ext.models import base_of, context_of, has_head, keep_unpacked, load_config
     from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume, fingerprint
     from trl_ext.workbench import next_line, objections, report_of, report_trained
 
@@ -288,7 +288,7 @@ def main(arguments: list[str] | None = None) -> None:
             trainer.push_to_hub(dataset_name=script_args.dataset_name)
         page = report_of(output_dir, bool(result.metrics), args.record_run)
         done = f"Reward model: {output_dir}{outcome}\n{page}"
-        context = getattr(trainer.model.config.get_text_config(), "max_position_embeddings", math.inf)
+        context = context_of(trainer.model)
         has_prompts = saved[0].endswith("ForCausalLM") and "prompt" in train_dataset.column_names
         following = next_command(output_dir, script_args, model_args, context, args.use_cpu)
         return done, following if has_prompts else "trl-ext ppo --help"

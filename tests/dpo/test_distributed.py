@@ -3,8 +3,8 @@
 import pytest
 from torch.testing import assert_close
 
+from tests.dpo.test_row_means import KINDS, ROWS, evaluated, trainer_of
 from tests.dpo.worker import DRIFT, INFORMED, NORMALIZED, WITH_SFT, run, saved
-from tests.evaluation.test_row_means import KINDS, ROWS, evaluated, trainer_of
 from tests.launch import on_two_processes
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]

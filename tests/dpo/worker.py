@@ -8,7 +8,7 @@ import trl
 from accelerate import PartialState
 from datasets import Dataset
 
-from tests.evaluation.test_row_means import KINDS, ROWS, evaluated, trainer_of
+from tests.dpo.test_row_means import KINDS, ROWS, evaluated, trainer_of
 from tests.launch import spare_time
 from tests.ppo.worker import weights
 from tests.tiny import ON_CPU, WORDS, tiny_llama, tiny_tokenizer

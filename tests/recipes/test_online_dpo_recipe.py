@@ -97,8 +97,8 @@ def test_the_watch_over_rounds_says_a_hack_and_its_stop_holds(inputs, tmp_path, 
 
 
 def test_best_and_worst_leave_out_ties_empty_answers_and_what_nobody_scored():
-    answers = [{"completion": text, "ids": [1] * len(text), "finished": True} for text in ("a", "b", "c")] * 3
-    answers[8] = {"completion": "", "ids": [1], "finished": True}  # at once the end
+    answers = [{"completion": text} for text in ("a", "b", "c")] * 3
+    answers[8] = {"completion": ""}  # at once the end
     rows = [{"prompt": "x"}, {"prompt": "y"}, {"prompt": "z"}]
     totals = [1.0, 3.0, 2.0, None, None, None, 5.0, 5.0, 0.0]
     pair = {"prompt": "x", "chosen": "b", "rejected": "a", "score_chosen": 3.0, "score_rejected": 1.0}

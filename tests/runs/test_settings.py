@@ -12,7 +12,7 @@ from transformers import HfArgumentParser
 
 from trl_ext import DPOConfig, PPOConfig
 from trl_ext.dpo import RewardConfig, SFTConfig
-from trl_ext.runs.settings import check_settings, resolve_bf16, resolve_for_cpu, setting
+from trl_ext.runs.settings import check_settings, resolve_for_device, setting
 
 
 @dataclass
@@ -77,10 +77,6 @@ def test_bf16_is_off_on_a_cpu_unless_it_is_asked_for(config, tmp_path, monkeypat
     assert [made(use_cpu=True, bf16=given) for given in (None, False, True)] == [False, False, True]
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     assert [made(bf16=given) for given in (None, False)] == [False, False]
-    args = SimpleNamespace(dataloader_pin_memory=True, bf16=None, fp16=False, use_cpu=False)
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    resolve_bf16(args)
-    assert args.bf16  # as in TRL
 
 
 @pytest.mark.parametrize("cls", [SFTConfig, RewardConfig])
@@ -94,9 +90,13 @@ def test_what_costs_time_on_a_cpu_is_off_there_unless_it_is_set(cls, tmp_path, m
     assert (
         is_on(bf16=True, gradient_checkpointing=True) == is_on(bf16=True, activation_checkpointing=True) == (True,) * 3
     )
-    # With a GPU both are on, as in TRL
+
+
+@pytest.mark.parametrize(("given", "expected"), [({}, (True, True)), ({"fp16": True}, (False, True))])
+def test_both_are_on_with_a_gpu_as_in_trl(given, expected, monkeypatch):
     monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
-    given = SimpleNamespace(use_cpu=False, bf16=None, gradient_checkpointing=None, activation_checkpointing=None)
-    given.dataloader_pin_memory = True
-    resolve_for_cpu(given)
-    assert given.activation_checkpointing and given.bf16 is None  # None: TRL's own default
+    names = ("bf16", "gradient_checkpointing", "activation_checkpointing", "gradient_checkpointing_kwargs")
+    unset = dict.fromkeys([*names, "activation_checkpointing_kwargs"])
+    args = SimpleNamespace(**{"use_cpu": False, "fp16": False, "dataloader_pin_memory": True} | unset | given)
+    resolve_for_device(args, checkpoints=True)
+    assert (args.bf16, args.activation_checkpointing) == expected

@@ -10,7 +10,7 @@ from typing import Any
 from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
-from ..models import answer_texts, eos_token_ids, prompt_token_ids, sample
+from ..models import answer_rows, context_of, eos_token_ids, prompt_token_ids, sample
 from ..rewards.member import awaited, text_of, words_of
 from ..rewards.watches import RepetitionWatch, Watch, numbers_of
 from ..runs.files import JSONLWriter, from_first, on_first
@@ -23,7 +23,7 @@ def generate_answers(trainer: Any, prompts: list, max_new_tokens: int) -> dict[s
     """
     Have a trainer's model answer each prompt greedily. All processes must call this; each returns all answers.
 
-    A prompt that is longer than the tokenizer's maximum loses its beginning.
+    A prompt that is longer than the tokenizer's maximum, or fills the model's context, loses its beginning.
 
     Args:
         trainer: any Trainer of a causal language model.
@@ -43,9 +43,9 @@ def generate_answers(trainer: Any, prompts: list, max_new_tokens: int) -> dict[s
     args = trainer.args
     was_training = trainer.model.training
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)  # a processor has one
-    prompt_ids = [list(ids[-tokenizer.model_max_length :]) for ids in prompt_token_ids(tokenizer, prompts)]
-    config = getattr(accelerator.unwrap_model(trainer.model), "config", None)
-    context = getattr(config and config.get_text_config(), "max_position_embeddings", 10**9)
+    context = context_of(accelerator.unwrap_model(trainer.model))
+    limit = min(tokenizer.model_max_length, context - 1)  # one token is left for the answer
+    prompt_ids = [list(ids[-limit:]) for ids in prompt_token_ids(tokenizer, prompts)]
     trainer.model.eval()  # without dropout
     try:
         with (
@@ -67,17 +67,11 @@ def generate_answers(trainer: Any, prompts: list, max_new_tokens: int) -> dict[s
             )
     finally:
         trainer.model.train(was_training)
-    texts = answer_texts(tokenizer, answers, eos)
-    answered = gather_object(list(zip(texts, answers, strict=True)))[: len(prompts)]
+    rows = answer_rows(tokenizer, prompts, prompt_ids, gather_object(answers)[: len(prompts)], eos)
     return {
         "prompts": prompts,
-        "completions": [
-            text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-            for prompt, (text, _) in zip(prompts, answered, strict=True)
-        ],
-        "completion_ids": [ids for _, ids in answered],
-        "prompt_ids": prompt_ids,
-        "finished": [bool(ids) and ids[-1] in eos for _, ids in answered],
+        "completions": [row["completion"] for row in rows],
+        **{name: [row[name] for row in rows] for name in ("completion_ids", "prompt_ids", "finished")},
     }
 
 

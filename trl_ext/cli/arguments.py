@@ -5,14 +5,8 @@ from typing import Any, ClassVar
 
 from trl import ModelConfig, ScriptArguments
 
-from ..runs.settings import check_settings, setting
+from ..runs.settings import check_settings, refuse, setting
 from .parser import StrictTrlParser, entry_of
-
-
-def _check(*cases: tuple[Any, str]) -> None:
-    for is_wrong, message in cases:
-        if is_wrong:
-            raise ValueError(message)
 
 
 @dataclass
@@ -22,7 +16,7 @@ class DataArguments(ScriptArguments):
     def __post_init__(self) -> None:
         owns_data = getattr(self, "environment", None)  # then no dataset need be named
         evaluates_twice = getattr(self, "eval_size", None) is not None and getattr(self, "eval_dataset_name", None)
-        _check(
+        refuse(
             (
                 not self.dataset_name and not owns_data,
                 "no dataset: set `dataset_name` to a hub name, a file or a folder",
@@ -73,7 +67,7 @@ class PromptArguments(DataArguments):
         super().__post_init__()
         scored = getattr(self, "score_column", None) or getattr(self, "environment", None)
         scored = scored or self.reward_model_name_or_path or self.reward_funcs or self.rewards
-        _check((not scored, "no reward: set `reward_model_name_or_path`, `reward_funcs` or `rewards`"))
+        refuse((not scored, "no reward: set `reward_model_name_or_path`, `reward_funcs` or `rewards`"))
         self.rewards = entry_of(self.rewards)
 
     def load_rewards(
@@ -118,7 +112,7 @@ class ModelArguments(ModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         has_lora = (self.lora_r, self.lora_target_modules) != (ModelConfig.lora_r, None)
-        _check(
+        refuse(
             (self.model_name_or_path is None, "no model: set `model_name_or_path` to a folder or a hub name"),
             # All weights would be trained in silence
             (has_lora and not self.use_peft, "`lora_r` and `lora_target_modules` need `use_peft: true`"),

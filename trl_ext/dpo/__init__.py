@@ -3,6 +3,7 @@ from ..upstream.terminal import quiet
 
 quiet()  # before the imports below: some libraries print remarks when they are imported
 
+from .centring import centre, centring_shift, head_of
 from .config import DPOConfig
 from .stages import ResumableRewardTrainer, ResumableSFTTrainer, RewardConfig, SFTConfig
 from .trainer import DPOTrainer
@@ -14,4 +15,7 @@ __all__ = [
     "ResumableSFTTrainer",
     "RewardConfig",
     "SFTConfig",
+    "centre",
+    "centring_shift",
+    "head_of",
 ]

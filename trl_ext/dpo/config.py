@@ -11,8 +11,8 @@ from ..runs.settings import (
     SavingSettings,
     check_settings,
     documented,
-    resolve_bf16,
-    resolve_checkpointing,
+    refuse,
+    resolve_for_device,
     setting,
 )
 
@@ -111,14 +111,13 @@ class DPOConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.DPOConfig
     resume_anyway: bool = setting(False, "Resume a run that a monitor has stopped; otherwise it stays stopped.")
 
     def __post_init__(self):
-        resolve_bf16(self)
-        resolve_checkpointing(self)
+        resolve_for_device(self)
         super().__post_init__()
         check_settings(self, {"beta": "> 0 and finite"})
         losses = set(self.loss_type)
         is_sigmoid = "sigmoid" in losses and losses <= {"sigmoid", "sft"} and self.f_divergence_type == "reverse_kl"
         others = losses - OF_BETA_TIMES_MARGIN - WITHOUT_BETA or self.f_divergence_type != "reverse_kl"
-        for is_wrong, message in [
+        refuse(
             (
                 self.beta_controller == "drift" and self.drift_target is None,
                 "`beta_controller='drift'` needs `drift_target`, in nats per sequence. Run once with "
@@ -141,9 +140,7 @@ class DPOConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.DPOConfig
                 "'sigmoid' and 'sft', with `f_divergence_type='reverse_kl'` and `use_weighting=False`, "
                 f"got {self.loss_type}, {self.f_divergence_type!r} and {self.use_weighting}.",
             ),
-        ]:
-            if is_wrong:
-                raise ValueError(message)
+        )
 
     @property
     def replaces_sigmoid(self) -> bool:

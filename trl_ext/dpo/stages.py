@@ -15,15 +15,15 @@ from ..callbacks.console import ConsoleCallback
 from ..callbacks.recording import record_run
 from ..data import one_form
 from ..data.pairs import PairCollator, check_columns, take_columns
-from ..evaluation.row_means import RowMeans
 from ..functional import preference_loss
 from ..models.generation import eos_token_ids, warn_of_turn_end
 from ..models.loading import is_adapter, load_to_train
-from ..models.weights import check_pad_token
+from ..models.weights import check_pad_token, context_of
 from ..runs.checkpoints import ResumableRun
 from ..runs.redaction import HidesCredentials
-from ..runs.settings import AnswersSettings, SavingSettings, documented, resolve_for_cpu, setting
+from ..runs.settings import AnswersSettings, SavingSettings, documented, resolve_for_device, setting
 from ..upstream.names import is_conversational, temporarily
+from .row_means import RowMeans
 
 
 @dataclass
@@ -34,7 +34,7 @@ class _StageSettings(HidesCredentials, SavingSettings):
     )
 
     def __post_init__(self):
-        resolve_for_cpu(self)
+        resolve_for_device(self, checkpoints=True)
         super().__post_init__()
 
 
@@ -126,7 +126,7 @@ class RecordedRun(RowMeans, ResumableRun):
             self._signature_columns = [*self._signature_columns, *self._pair_columns]
 
     def _warn_of_long_rows(self) -> None:
-        context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+        context = context_of(self.model)
         if not isinstance(self.train_dataset, Dataset) or (self.args.max_length or math.inf) <= context:
             return
         columns = [name for name in self.train_dataset.column_names if name in _TOKEN_IDS]

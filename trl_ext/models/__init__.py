@@ -17,8 +17,8 @@ if TYPE_CHECKING:
         add_critic as add_critic,
         save_base_fingerprint as save_base_fingerprint,
     )
-    from .centring import centre as centre, centring_shift as centring_shift, head_of as head_of
     from .generation import (
+        answer_rows as answer_rows,
         answer_texts as answer_texts,
         completion_logprobs as completion_logprobs,
         eos_token_ids as eos_token_ids,
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from .weights import (
         base_model_of as base_model_of,
         check_same_ids as check_same_ids,
+        context_of as context_of,
         disable_dropout as disable_dropout,
         keep_unpacked as keep_unpacked,
         path_identity as path_identity,

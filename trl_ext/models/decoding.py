@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import math
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from transformers.generation import GenerationMode, LogitsProcessor, LogitsProce
 
 from ..functional import position_ids
 from ..upstream.names import is_deepspeed_zero3_enabled
-from .weights import base_model_of
+from .weights import base_model_of, context_of
 
 # Settings under which several calls of `generate`, each continuing the answers, sample as a single call does. Other
 # settings count tokens from the beginning of the call, or keep a state for each row
@@ -432,7 +431,7 @@ def _decode_live_rows(
         cache = _prefilled(base, input_ids, attention_mask)
     starts = (width - attention_mask.sum(1)).tolist()
     kept: dict[int, History] = {}
-    context = getattr(base.config, "max_position_embeddings", None) or math.inf
+    context = context_of(base)
     live = torch.arange(rows, device=input_ids.device)
     ids = input_ids
     mask = attention_mask

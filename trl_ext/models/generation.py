@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from jinja2 import TemplateError
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, GenerationConfig
 
-from ..functional import position_ids
-from ..upstream.names import temporarily
+from ..functional import logprobs_and_entropies, position_ids
+from ..upstream.names import pad, temporarily
 from .weights import base_model_of
 
 _PAD = 0  # any id would do, since it is masked; a tokenizer's own pad may lie outside the model's vocabulary
@@ -183,6 +182,40 @@ def answer_texts(tokenizer: Any, answers: Sequence[list[int]], eos_token_ids: Se
     return tokenizer.batch_decode(ids, skip_special_tokens=True)
 
 
+def answer_rows(
+    tokenizer: Any,
+    prompts: Sequence[Any],
+    prompt_ids: Sequence[list[int]],
+    answers: Sequence[list[int]],
+    eos_token_ids: Sequence[int],
+) -> list[dict[str, Any]]:
+    """
+    Return a row for each answer, with what a reward function reads.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        prompts, prompt_ids: the prompts, texts or messages, and their token ids.
+        answers: token ids of the answers, as [`sample`] returns them.
+        eos_token_ids: tokens that end an answer.
+
+    Returns:
+        A dict for each answer: `prompt`; `completion`, a text for a text, a list with one message for messages;
+        `prompt_ids`, `completion_ids`; and `finished`, whether the answer ends by EOS.
+    """
+    return [
+        {
+            "prompt": prompt,
+            "completion": text if isinstance(prompt, str) else [{"role": "assistant", "content": text}],
+            "prompt_ids": asked,
+            "completion_ids": ids,
+            "finished": ids[-1] in eos_token_ids,
+        }
+        for prompt, asked, ids, text in zip(
+            prompts, prompt_ids, answers, answer_texts(tokenizer, answers, eos_token_ids), strict=True
+        )
+    ]
+
+
 @torch.no_grad()
 def completion_logprobs(
     model: Any, prompt_ids: Sequence[list[int]], completion_ids: Sequence[list[int]], temperature: float = 1.0
@@ -211,8 +244,8 @@ def completion_logprobs(
         **{name: value for name, value in options.items() if name in taken},
     ).logits[:, -width - 1 : -1]
     logprobs = torch.stack(
-        [  # row by row, since all logits in float32 may not fit into memory
-            (row.float() / temperature).log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+        [  # row by row, since a copy of all logits may not fit into memory
+            logprobs_and_entropies(row, ids, temperature, with_entropies=False)[0]
             for row, ids in zip(logits, completions, strict=True)
         ]
     )
@@ -225,10 +258,13 @@ def up_to_eos(ids: list[int], eos_token_ids: Sequence[int]) -> list[int]:
     return ids[:end]
 
 
-def padded(rows: Sequence[list[int]], side: str, device: torch.device) -> tuple[Tensor, Tensor]:
+def padded(
+    rows: Sequence[list[int]], side: str, device: Any, value: int = _PAD, multiple: int | None = None
+) -> tuple[Tensor, Tensor]:
     """
-    Pad rows of token ids on the `side` "left" or "right"; return (B, L) ids and their (B, L) mask, 1 = real token.
+    Pad rows of token ids with `value` on the `side` "left" or "right".
+
+    Return (B, L) ids, L rounded up to a multiple of `multiple`, and their (B, L) mask, 1 = real token.
     """
-    tensors = [torch.tensor(row, dtype=torch.long, device=device) for row in rows]
-    ids = pad_sequence(tensors, batch_first=True, padding_value=-1, padding_side=side)
-    return ids.clamp(min=_PAD), (ids >= 0).long()
+    ids = [torch.tensor(row, dtype=torch.long, device=device) for row in rows]
+    return pad(ids, value, side, multiple), pad([*map(torch.ones_like, ids)], 0, side, multiple)

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -28,6 +29,12 @@ def base_model_of(model: Any) -> Any:
 def unwrapped(model: Any) -> Any:
     """Return the module that DDP or DeepSpeed wraps, or the model itself."""
     return getattr(model, "module", model)
+
+
+def context_of(model: Any, otherwise: Any = math.inf) -> Any:
+    """Return the length of the context, in tokens, of a model or configuration; `otherwise` if it has no limit."""
+    config = getattr(base_model_of(model), "config", model)
+    return getattr(config.get_text_config(), "max_position_embeddings", None) or otherwise
 
 
 # ---- Vocabularies ----

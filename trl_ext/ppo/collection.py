@@ -12,11 +12,11 @@ from trl import GRPOTrainer
 
 from ..data.texts import repeated_calls
 from ..models.decoding import Histories, SamplerRecorder
-from ..models.weights import base_model_of, evaluating, gathered_by_zero3, kept_by_fsdp2
-from ..upstream.names import disable_gradient_checkpointing, temporarily, use_adapter
+from ..models.generation import padded
+from ..models.weights import base_model_of, context_of, evaluating, gathered_by_zero3, kept_by_fsdp2
+from ..upstream.names import disable_gradient_checkpointing, pad, temporarily, use_adapter
 from .environments import Calls
-from .rewards import background_last
-from .rollout import Rollout, lengths_of, onto_policy_tokens, padded, sequence_scores, summed_token_scores
+from .rollout import Rollout, lengths_of, onto_policy_tokens, sequence_scores, summed_token_scores
 
 
 @dataclass
@@ -122,18 +122,13 @@ class RolloutTrainer(GRPOTrainer):
         if self.environments is None:
             return
         longest = max(map(len, prompt_ids))
-        context = self._context
+        context = context_of(self._actor_critic.policy)
         if longest >= context:
             error = ValueError("shorten the prompt, or use a policy with a longer context")
             what = f"a prompt with the text that `reset` returned has {longest} tokens, the policy's context {context}"
             self._mistakes.note(what, error)
         if not self._collection.calls.turn:
             self._mistakes.raise_everywhere(self.state.global_step)
-
-    @property
-    def _context(self) -> float:
-        """Return the length of the policy's context in tokens; infinity if the policy's configuration has none."""
-        return getattr(self._actor_critic.policy.config.get_text_config(), "max_position_embeddings", None) or math.inf
 
     def _generate_answers(
         self, prompt_ids: list, *args: Any, **kwargs: Any
@@ -144,7 +139,7 @@ class RolloutTrainer(GRPOTrainer):
         Return two lists: each row's new tokens, and these tokens' log-probs, nats (None if they are not kept).
         """
         generate = super()._generate_single_turn
-        pad = [[self._tokenizer.pad_token_id]]
+        padding = [[self._tokenizer.pad_token_id]]
         if self._ahead is not None:
             if self.model.training:
                 return self._vllm_server.answered(self._ahead.take(prompt_ids))
@@ -165,7 +160,7 @@ class RolloutTrainer(GRPOTrainer):
                 # Where processes generate together, each calls `generate` as often as the one with most rows
                 with temporarily(self.generation_config, max_new_tokens=1):
                     for _ in range(len(chunks), math.ceil(self._collection.most_rows / size)):
-                        generate(pad, *args, **kwargs)
+                        generate(padding, *args, **kwargs)
             return answers, None if recorder is None else recorder.take(answers)
 
     def _tokens_left(self, prompt_ids: list[list[int]]) -> int:
@@ -268,23 +263,20 @@ class RolloutTrainer(GRPOTrainer):
         Return a dict with `prompt_ids`, `prompt_mask`, `completion_ids`, `completion_mask` and, if the collection has
         one, `tool_mask`, as [`Rollout`] describes them.
         """
-        pad = self._tokenizer.pad_token_id
+        pad_id = self._tokenizer.pad_token_id
         answers = collection.completion_ids
-        ones = [[1] * len(ids) for ids in answers]
-        if self.args.mask_truncated_completions:
-            finished = [*self.eos_token_ids, pad]
-            ones = [row if ids[-1] in finished else [0] * len(row) for row, ids in zip(ones, answers, strict=True)]
-        rows = {
-            "prompt_ids": (collection.prompt_ids, pad, "left"),
-            "prompt_mask": ([[1] * len(ids) for ids in collection.prompt_ids], 0, "left"),
-            "completion_ids": (answers, pad, "right"),
-            "completion_mask": (ones, 0, "right"),
-        }
-        if collection.tool_mask is not None:
-            rows["tool_mask"] = (collection.tool_mask, 0, "right")
-        multiple = self.args.pad_to_multiple_of
         device = self.accelerator.device
-        return {name: padded(*given, multiple=multiple).to(device) for name, given in rows.items()}
+        multiple = self.args.pad_to_multiple_of
+        tensors = {}
+        tensors["prompt_ids"], tensors["prompt_mask"] = padded(collection.prompt_ids, "left", device, pad_id, multiple)
+        tensors["completion_ids"], mask = padded(answers, "right", device, pad_id, multiple)
+        if self.args.mask_truncated_completions:
+            finished = [*self.eos_token_ids, pad_id]
+            mask *= torch.tensor([[ids[-1] in finished] for ids in answers], device=device)
+        tensors["completion_mask"] = mask
+        if collection.tool_mask is not None:
+            tensors["tool_mask"], _ = padded(collection.tool_mask, "right", device, 0, multiple)
+        return tensors
 
     def _sampler_logprobs(self, collection: Collection) -> Tensor | None:
         """
@@ -297,7 +289,7 @@ class RolloutTrainer(GRPOTrainer):
         logprobs = None
         if self._keeps_logprobs and collection.is_as_sampled:
             rows = [[math.nan if x is None else x for x in row] for row in collection.sampled_logprobs or []]
-            logprobs = padded(rows, 0.0, "right", width=mask.size(1), dtype=torch.float32).to(mask.device)
+            logprobs = pad([*map(torch.tensor, rows)], 0.0, "right", self.args.pad_to_multiple_of).to(mask.device)
             logprobs = logprobs.masked_fill(mask == 0, 0.0)
         is_known = logprobs is not None and logprobs.isfinite().all().item()
         if self.accelerator.gather(mask.new_tensor([is_known])).all():
@@ -370,7 +362,8 @@ class RolloutTrainer(GRPOTrainer):
         Return the (rows of all processes, F) rewards, in the order of `reward_funcs`. Errors are raised on all
         processes.
         """
-        order = background_last(self.reward_funcs)
+        # Those in the background already run in threads, and a call waits for their scores
+        order = sorted(range(len(self.reward_funcs)), key=lambda place: self.reward_funcs[place].in_background)
         functions = [self.reward_funcs[i] for i in order]
         names = [self.reward_func_names[i] for i in order]
         with self.metrics.timed("score"), temporarily(self, reward_funcs=functions, reward_func_names=names):
@@ -417,7 +410,7 @@ class RolloutTrainer(GRPOTrainer):
             environments=self._played(collection.rows, device),
             lengths=of_policy,
             tool_lengths=lengths - of_policy,
-            repeats=padded(collection.repeats, math.nan, "right", dtype=torch.float32).to(device),
+            repeats=pad([torch.tensor(row, dtype=torch.float32) for row in collection.repeats], math.nan).to(device),
         )
 
     def _played(self, rows: list[dict[str, Any]], device: Any) -> dict[str, Tensor]:

@@ -13,8 +13,8 @@ from ..runs.settings import (
     check_score_settings,
     check_settings,
     documented,
-    resolve_bf16,
-    resolve_checkpointing,
+    refuse,
+    resolve_for_device,
     setting,
 )
 
@@ -357,8 +357,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
     def __post_init__(self):
         self.top_k = self.top_k or 0  # transformers would make 50 of None
         self.watch = self.watch or "off"  # YAML reads `off` as false
-        resolve_bf16(self)
-        resolve_checkpointing(self)
+        resolve_for_device(self)
         for each in fields(self):
             if each.name in REFUSED and getattr(self, each.name) not in (each.default, None):
                 raise ValueError(
@@ -399,7 +398,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
         is_greedy = kwargs.get("do_sample", True) is False
         is_corrected = self.importance_correction != "none"
         rollout = (self.steps_per_generation, self.generation_batch_size)
-        for is_wrong, message in [
+        refuse(
             (
                 given.count(None) == 1 and all(value != now for value, now in zip(given, rollout, strict=True)),
                 f"`steps_per_generation={given[0]}`, `generation_batch_size={given[1]}` cannot be set in PPO: leave "
@@ -451,9 +450,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
                 "`old_logprobs='sampler'`: PPO's own ratio already compares the policy with the sampler. Leave one of "
                 "the two settings out.",
             ),
-        ]:
-            if is_wrong:
-                raise ValueError(message)
+        )
 
     @property
     def clip_range(self) -> float:

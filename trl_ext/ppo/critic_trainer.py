@@ -27,8 +27,7 @@ from ..runs.settings import (
     check_score_settings,
     check_settings,
     documented,
-    resolve_bf16,
-    resolve_checkpointing,
+    resolve_for_device,
     setting,
 )
 from .config import ReturnSettings
@@ -71,8 +70,7 @@ class CriticConfig(HidesCredentials, ReturnSettings, SavingSettings, TrainingArg
     bf16: bool | None = setting(None, "Train in bfloat16 mixed precision; on where there is a GPU, if unset.")
 
     def __post_init__(self):
-        resolve_bf16(self)
-        resolve_checkpointing(self)
+        resolve_for_device(self)
         check_settings(self)
         check_score_settings(self)
         super().__post_init__()

@@ -8,7 +8,8 @@ from typing import Any
 from datasets import Dataset
 from torch import nn
 
-from ..models.weights import base_model_of
+from ..models.weights import context_of
+from ..runs.settings import refuse
 from ..upstream.names import get_callable_name, get_config_model_id
 from .config import PPOConfig
 
@@ -51,7 +52,7 @@ def check(args: PPOConfig, models: dict[str, Any], datasets: Datasets, agent: li
     sizes = {name: len(dataset) for name, dataset in datasets}  # a stream has none, and an evaluation needs it
     prompts = sizes.get("train", needed)
     best = args.metric_for_best_model == "eval_objective/scores"
-    for is_wrong, message in [
+    refuse(
         (bool(same), f"{same} are the same object, but each must be a separate one. Pass a copy."),
         (
             models["ref_model"] is not None and not args.use_ref_model,
@@ -83,9 +84,7 @@ def check(args: PPOConfig, models: dict[str, Any], datasets: Datasets, agent: li
             "dataset, outside an environment. Add the column, leave out tools, or choose another normalisation.",
         ),
         (bool(agent) and args.rollouts_ahead > 0, f"`rollouts_ahead` does not work with {agent}. Leave one out."),
-    ]:
-        if is_wrong:
-            raise ValueError(message)
+    )
     if len(names) > ("train" in names):
         check_evaluation_batch(args)
     for name, columns in names.items():
@@ -148,7 +147,7 @@ def check_prompt_lengths(
         max_completion_length: tokens that an answer may have.
         datasets: names and datasets of prompts.
     """
-    context = getattr(base_model_of(policy).config.get_text_config(), "max_position_embeddings", None)
+    context = context_of(policy)
     for name, dataset in datasets:
         lengths: list[int] = []
         for batch in dataset.select_columns("prompt").iter(1000):
@@ -161,7 +160,7 @@ def check_prompt_lengths(
                 f"Row {lengths.index(0)} of the {name} dataset has an empty prompt, but the policy needs a token to "
                 f"start from. Remove such rows ({lengths.count(0)} in all)."
             )
-        if context and max(lengths) + max_completion_length > context:
+        if max(lengths) + max_completion_length > context:
             raise ValueError(
                 f"Row {lengths.index(max(lengths))} of the {name} dataset has a prompt of {max(lengths)} tokens, "
                 f"which leaves no room for `max_completion_length={max_completion_length}` in the policy's context of "

@@ -131,14 +131,6 @@ class CheckedReward:
         return scores
 
 
-def background_last(functions: list[CheckedReward]) -> list[int]:
-    """
-    Return the order in which to call the functions, as indices. Background functions come last: they already run in
-    threads, and calling one waits for its scores.
-    """
-    return sorted(range(len(functions)), key=lambda place: functions[place].in_background)
-
-
 class AdapterReward:
     """
     Hold the path of a reward model that was saved as an adapter, to load it after the policy, whose base it may share.

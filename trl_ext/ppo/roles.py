@@ -39,6 +39,7 @@ from ..models.weights import (
 )
 from ..rewards.member import checked_name, distinct
 from ..rewards.model import ModelReward, load_classifier, load_reward_model, logits_of, same_tokenizer
+from ..runs.settings import refuse
 from ..upstream.names import add_fused_lm_head, create_model_from_path, get_config_model_id, is_deepspeed_zero3_enabled
 from .config import PPOConfig
 from .rewards import AdapterReward, CheckedReward, Mistakes
@@ -93,7 +94,7 @@ def check_base(policy: Any, accelerator: Any, use_vllm: bool) -> None:
     """
     check_modules(policy, "peft_config")
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    for is_wrong, message in [
+    refuse(
         (
             plugin is not None and plugin.activation_checkpointing,
             "FSDP's own activation checkpointing computes layers again in `backward`, with the adapter that is active "
@@ -106,9 +107,7 @@ def check_base(policy: Any, accelerator: Any, use_vllm: bool) -> None:
             "again, and sample from another policy than the trained one. Load the base unquantised, or leave out "
             "`use_vllm`.",
         ),
-    ]:
-        if is_wrong:
-            raise ValueError(message)
+    )
 
 
 def prepare_base(policy: Any, use_vllm: bool) -> None:

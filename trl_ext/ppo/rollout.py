@@ -225,26 +225,6 @@ def onto_policy_tokens(values: Tensor, tool_mask: Tensor) -> Tensor:
     return torch.zeros_like(values).scatter_add(1, owners, values)
 
 
-def padded(
-    rows: list[list],
-    value: float,
-    side: str,
-    multiple: int | None = None,
-    width: int = 0,
-    dtype: torch.dtype = torch.long,
-) -> Tensor:
-    """
-    Pad B rows of numbers with `value`, on the `side` "left" or "right", into a (B, L) tensor of `dtype`.
-
-    L is the length of the longest row, at least `width`, rounded up to a multiple of `multiple` (None: not rounded).
-    """
-    width = max(width, max((len(row) for row in rows), default=0))
-    width += -width % (multiple or 1)
-    missing = [[value] * (width - len(row)) for row in rows]
-    filled = [m + row if side == "left" else row + m for row, m in zip(rows, missing, strict=True)]
-    return torch.tensor(filled, dtype=dtype)
-
-
 def lengths_of(prompt_mask: Tensor, completion_mask: Tensor) -> list[tuple[int, int]]:
     """
     Return for each row the number of real tokens in its prompt and in its response, from `prompt_mask` (B, P) and

@@ -1,6 +1,7 @@
 """Have a language model behind an API judge answers."""
 
 import hashlib
+import html
 import json
 import re
 import secrets
@@ -281,5 +282,4 @@ def tagged(parts: Mapping[str, str], nonce: str) -> str:
 
 def escaped(text: str) -> str:
     """Escape a text so that it has no tags, and no control tokens such as `<|im_end|>`, `</s>` or `[INST]`."""
-    text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return re.sub(r"\[(?=/?[A-Z][A-Z0-9_]*\])", "&#91;", text)
+    return re.sub(r"\[(?=/?[A-Z][A-Z0-9_]*\])", "&#91;", html.escape(text, quote=False))

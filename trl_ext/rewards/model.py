@@ -18,8 +18,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ..models.generation import eos_token_ids as ends_of
-from ..models.weights import check_pad_token, hash_of, path_identity, tokenizer_identity
+from ..models.generation import eos_token_ids as ends_of, padded
+from ..models.weights import check_pad_token, context_of, hash_of, path_identity, tokenizer_identity
 from ..upstream.names import is_conversational, temporarily
 from .member import checked_name
 from .scores import log_to
@@ -190,10 +190,10 @@ class ModelReward:
         self.max_batch_tokens = max_batch_tokens
         self.batch_size = batch_size
         self.truncation = truncation
-        limits = [max_length, getattr(model.config, "max_position_embeddings", None)]
+        limits = [max_length, context_of(model)]
         if path is not None:  # RoBERTa has more positions than it can use; its tokenizer has the right number
             limits.append(self.tokenizer.model_max_length)
-        self.max_length = min(filter(None, limits), default=None)
+        self.max_length = min(filter(None, limits))
         self.chat_template_kwargs = chat_template_kwargs or {}
         origin = path or getattr(model.config, "_name_or_path", "") or "model_reward"
         self.__name__ = checked_name(name, Path(os.path.normpath(origin)).name)
@@ -301,7 +301,7 @@ class ModelReward:
 
     def _fitting(self, rows: list[list[int]], log_metric: Any) -> list[list[int]]:
         longest = max(map(len, rows), default=0)
-        limit = self.max_length or longest
+        limit = self.max_length
         too_long = [len(row) > limit for row in rows]
         if any(too_long) and self.truncation == "refuse":
             raise ValueError(
@@ -323,12 +323,7 @@ class ModelReward:
         if pad is None:
             pad = self.tokenizer.eos_token_id  # as RewardTrainer does
         # Pad on the right, whatever the tokenizer says, as RewardTrainer did
-        longest = max(map(len, ids))
-        device = self.device or self.model.device
-        padded = [row + [pad] * (longest - len(row)) for row in ids]
-        is_real = [[1] * len(row) + [0] * (longest - len(row)) for row in ids]
-        input_ids = torch.tensor(padded, device=device)
-        mask = torch.tensor(is_real, device=device)
+        input_ids, mask = padded(ids, "right", self.device or self.model.device, pad)
         with torch.no_grad(), temporarily(self.config, pad_token_id=pad):
             return self.score(input_ids, mask).float().tolist()
 

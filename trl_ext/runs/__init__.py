@@ -19,7 +19,6 @@ if TYPE_CHECKING:
         RUNBOOK as RUNBOOK,
         from_first as from_first,
         is_finite_number as is_finite_number,
-        is_notice as is_notice,
         on_first as on_first,
         read_jsonl as read_jsonl,
         whole_file as whole_file,
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
         overlap as overlap,
     )
     from .redaction import redacted as redacted
-    from .settings import check_settings as check_settings, setting as setting
+    from .settings import check_settings as check_settings, refuse as refuse, setting as setting
     from .shipped import (
         accelerate_file as accelerate_file,
         config_file as config_file,

@@ -60,11 +60,6 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
-def is_notice(alert: dict[str, Any]) -> bool:
-    """Return whether an alert is a notice, which is about a problem of the monitor and not of the run."""
-    return alert.get("level") == "notice"
-
-
 def finite(value: Any) -> Any:
     """
     Convert a value to JSON types: arrays and tensors become numbers or lists of numbers; NaN, infinities and other

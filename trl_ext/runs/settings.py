@@ -142,41 +142,26 @@ class AnswersSettings:
     )
 
 
-def resolve_bf16(config: Any) -> None:
+def resolve_for_device(config: Any, checkpoints: bool = False) -> None:
     """
-    Set `bf16` if it is unset: on a CPU to False; on a GPU, as TRL does, to True unless `fp16` is set. Without a GPU,
-    also set `dataloader_pin_memory` to False.
+    Set `bf16` and activation checkpointing where they are unset.
+
+    `bf16` is off on a CPU. On a GPU it is on unless `fp16` is, as in TRL. Activation checkpointing gets the value of
+    its deprecated name `gradient_checkpointing`. If neither is set, it is on with `checkpoints` on a GPU, else off.
+    Without a GPU, `dataloader_pin_memory` is set to False.
     """
     import torch  # takes seconds: a mistyped setting is refused before
 
-    no_gpu = not torch.accelerator.is_available()
-    config.dataloader_pin_memory &= not no_gpu  # torch would warn that it does nothing
+    has_gpu = torch.accelerator.is_available()
+    on_gpu = has_gpu and not config.use_cpu
+    config.dataloader_pin_memory &= has_gpu  # else torch warns that it does nothing
     if config.bf16 is None:
-        config.bf16 = not (config.fp16 or config.use_cpu or no_gpu)
-
-
-def resolve_for_cpu(config: Any) -> None:
-    """
-    Set `bf16` and activation checkpointing if they are unset: off on a CPU, where both cost time, else as TRL does.
-
-    Values that are set are kept: `bf16=True` on a CPU trains in bfloat16. Without a GPU, `dataloader_pin_memory` is
-    set to False.
-    """
-    import torch  # takes seconds: a mistyped setting is refused before
-
-    config.dataloader_pin_memory &= torch.accelerator.is_available()  # else torch warns that it does nothing
-    on_cpu = config.use_cpu or not torch.accelerator.is_available()
-    if config.bf16 is None and on_cpu:
-        config.bf16 = False
-    if config.gradient_checkpointing is None and config.activation_checkpointing is None:  # two names of one setting
-        config.activation_checkpointing = not on_cpu
-
-
-def resolve_checkpointing(config: Any) -> None:
-    """Copy the deprecated settings `gradient_checkpointing…` to `activation_checkpointing…` where these are unset."""
+        config.bf16 = on_gpu and not config.fp16
     for end in ("checkpointing", "checkpointing_kwargs"):
         if getattr(config, f"activation_{end}") is None:
             setattr(config, f"activation_{end}", getattr(config, f"gradient_{end}"))
+    if config.activation_checkpointing is None:
+        config.activation_checkpointing = checkpoints and on_gpu
 
 
 def check_settings(
@@ -230,12 +215,19 @@ def _wrong(config: Any, ranges: Mapping[str, Range], only_with: Mapping[str, Onl
             )
 
 
+def refuse(*cases: tuple[Any, str]) -> None:
+    """Raise a `ValueError` with the message of the first case `(is_wrong, message)` that is wrong."""
+    for is_wrong, message in cases:
+        if is_wrong:
+            raise ValueError(message)
+
+
 def check_score_settings(config: Any) -> None:
     """Raise a `ValueError` if the settings of scores, or those of answers without EOS, contradict each other."""
     score = config.missing_eos_score
     penalty = config.missing_eos_penalty
     bounds = config.reward_clip_range
-    for is_wrong, message in [
+    refuse(
         (
             [score is not None, penalty is not None, config.mask_truncated_completions].count(True) > 1,
             f"A response without EOS gets a fixed score (`missing_eos_score`, here {score}), a lower score "
@@ -250,6 +242,4 @@ def check_score_settings(config: Any) -> None:
             config.reward_normalization == "group" and not config.reward_group_column,
             "`reward_normalization='group'` needs `reward_group_column`, the dataset column to group by.",
         ),
-    ]:
-        if is_wrong:
-            raise ValueError(message)
+    )

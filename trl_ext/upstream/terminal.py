@@ -52,11 +52,6 @@ def quiet() -> None:
         warnings.filterwarnings("ignore", pattern, category)
 
 
-def is_quiet() -> bool:
-    """Return whether this process has called [`quiet`]; if so, the processes that it starts should call it, too."""
-    return quiet.cache_info().currsize > 0
-
-
 @functools.cache
 def hide_none_logged() -> None:
     """

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...cli.parser import carried_out, entry_of
-from ...runs import check_settings, redacted, setting
+from ...runs import check_settings, redacted, refuse, setting
 
 OWN = {
     *"item key prompt response_a response_b chosen rejected confidence share votes judge rubric".split(),
@@ -99,7 +99,7 @@ class LabelArguments(AskingArguments):
     def __post_init__(self) -> None:
         check_settings(self)
         own = {*(self.keep_columns or ())} & OWN
-        for is_wrong, message in (
+        refuse(
             (
                 (self.pairs is None) == (self.prompts is None) or (self.prompts is None) == bool(self.policies),
                 "give either `pairs`, or `prompts` and `policies`",
@@ -115,9 +115,7 @@ class LabelArguments(AskingArguments):
                 "temperature of a judge behind `judge_url`, or set `votes` to 1",
             ),
             (own, f"`keep_columns` names {min(own, default='')!r}, a column that the pairs get anyway: rename yours"),
-        ):
-            if is_wrong:
-                raise ValueError(message)
+        )
 
 
 def run(args: LabelArguments) -> dict[str, Any]:

@@ -4,7 +4,6 @@ Ask a served or local model questions, such as which of two answers is better, a
 
 import hashlib
 import json
-import math
 import secrets
 import threading
 import time
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 from tqdm.auto import tqdm
 
 from ...cli.parser import read_yaml
-from ...models import completion_logprobs, load_model, load_tokenizer, path_identity, prompt_token_ids
+from ...models import completion_logprobs, context_of, load_model, load_tokenizer, path_identity, prompt_token_ids
 from ...rewards import (
     DATA_ALONE,
     Call,
@@ -240,7 +239,7 @@ class LocalModel:
     def answer_all(self, questions: Sequence[Any], done: Callable[[dict[str, Any]], None]) -> None:
         """Ask the questions in batches, and call `done` with the [`Journal`]'s row for each."""
         for start in range(0, len(questions), self.batch_size):
-            context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+            context = context_of(self.model)
             batch = []
             for question in questions[start : start + self.batch_size]:
                 (ids,) = prompt_token_ids(self.tokenizer, [self.asked(question)])

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ...callbacks import curve
-from ...runs import RUNBOOK, is_notice, root
+from ...runs import RUNBOOK, root
 from .charts import COLOURS, chart, curves, paid_curves
 from .markup import number, render
 from .recorded import Run, ends, headline, is_finite
@@ -174,8 +174,8 @@ def _is_noise(values: list[float]) -> bool:
 
 
 def alarms(run: Run) -> list[dict[str, Any]]:
-    """Return a run's alerts without its notices."""
-    return [alert for alert in run.alerts if not is_notice(alert)]
+    """Return a run's alerts without its notices, which are about a problem of the monitor and not of the run."""
+    return [alert for alert in run.alerts if alert.get("level") != "notice"]
 
 
 def by_monitors(run: Run) -> str:

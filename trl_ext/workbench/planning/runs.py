@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
 
+from ...models import context_of
 from ...ppo import check_roles
 from .memory import kv_cache_bytes
 
@@ -195,7 +196,7 @@ class Job:
         """Return the maximum number of tokens of a text, in a stage without rollouts."""
         if self.stage == "pretrain_critic":  # nothing is truncated
             return self.prompt_length
-        return self.args.max_length or getattr(self.policy.get_text_config(), "max_position_embeddings", 1024)
+        return self.args.max_length or context_of(self.policy, 1024)
 
     @property
     def longest_history(self) -> int:

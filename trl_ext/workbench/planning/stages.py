@@ -22,6 +22,7 @@ from ...models import (
     add_fused_lm_head,
     add_value_forward,
     base_model_of,
+    context_of,
     disable_dropout,
     lm_head_in_place,
 )
@@ -389,9 +390,8 @@ def scoring_phase(
     peaks = [forward_peak(mode, model, lambda: model(**answers, with_values=True), job.autocast)]
     model.train()
     for reward, most in rewards:
-        limit = getattr(reward.config, "max_position_embeddings", None) or length
         with mode:
-            batch = tokens(most, min(length, limit))
+            batch = tokens(most, min(length, context_of(reward)))
         peaks.append(forward_peak(mode, reward, partial(reward, **batch)))
     return {"activations": max(peaks), "gathered weights": _gathered(job, model, reference)}
 

@@ -15,7 +15,7 @@ from datasets import Dataset
 from ...data import check_texts, load_dataset_split, load_trained_prompts, prompt_hashes, write_rows
 from ...evaluation import accuracy_interval
 from ...models import (
-    answer_texts,
+    answer_rows,
     completion_logprobs,
     eos_token_ids,
     load_model,
@@ -146,12 +146,8 @@ def answers_of(policy: str, rows: Dataset, sampling: Sampling, path: Path) -> tu
         seed=sampling.seed,
     )
     logprobs = _logprobs(model, prompt_ids, drawn, sampling.temperature)
-    texts = answer_texts(tokenizer, drawn, ends)
-    found = []
-    for prompt, text, asked_ids, ids, logprob in zip(prompts, texts, prompt_ids, drawn, logprobs, strict=True):
-        completion = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-        values = (prompt, completion, asked_ids, ids, ids[-1] in ends, logprob, made_by)
-        found.append(dict(zip(OWN, values, strict=True)))
+    answered = answer_rows(tokenizer, prompts, prompt_ids, drawn, ends)
+    found = [{**row, "logprob": each, "made_by": made_by} for row, each in zip(answered, logprobs, strict=True)]
     write_rows(path, found)
     return found, False
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...cli.parser import StrictTrlParser
-from ...runs import check_output_dir, check_settings, redacted, setting, write_text
+from ...runs import check_output_dir, check_settings, redacted, refuse, setting, write_text
 from ...upstream import quiet
 
 if TYPE_CHECKING:
@@ -85,16 +85,14 @@ class RewardReportArguments:
     def __post_init__(self) -> None:
         check_settings(self)
         self.output_dir = self.output_dir or self.model
-        for is_wrong, what in (
-            (not self.model, "MODEL, a folder, a hub name or file.py:function"),
-            (not self.dataset_name, "`dataset_name`, pairs: a hub name, a .jsonl file or a folder"),
+        refuse(
+            (not self.model, "give MODEL, a folder, a hub name or file.py:function"),
+            (not self.dataset_name, "give `dataset_name`, pairs: a hub name, a .jsonl file or a folder"),
             (
                 self.output_dir == self.model and not Path(str(self.model)).is_dir(),
-                "`output_dir`, since MODEL is not a folder",
+                "give `output_dir`, since MODEL is not a folder",
             ),
-        ):
-            if is_wrong:
-                raise ValueError(f"give {what}")
+        )
 
 
 BOUNDS = (

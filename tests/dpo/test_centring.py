@@ -3,7 +3,7 @@
 import torch
 from torch.testing import assert_close
 
-from trl_ext.models import centring_shift
+from trl_ext.dpo import centring_shift
 
 
 def test_centring_is_exact_on_the_reference():

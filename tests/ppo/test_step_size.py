@@ -107,6 +107,26 @@ def test_a_single_step_on_a_rollout_is_measured_after_it(tmp_path):
     assert target / 2 < statistics.fmean(logged(trainer, "policy/step_kl")[-5:]) < target * 2
 
 
+def test_a_learning_rate_that_overshot_does_not_come_back_soon():
+    """KL is c · factor², and c is a hundred times as large in each tenth rollout."""
+    controller, high, kls = RateController(0.1), [], []
+    for rollout in range(120):
+        c, used = 1.0 if rollout % 10 == 9 else 0.01, []
+        for taken in range(4):
+            observed = c * sum(used) ** 2 / 16
+            controller.observe(torch.tensor([observed, 1.0, 1.0, 1.0]), taken, 4)
+            used.append(controller.factor)
+            if taken == 0:
+                kls.append(c * controller.factor**2)  # had the whole rollout kept its first factor
+                high.append(controller.factor)
+        if rollout == 19:
+            resumed = RateController(0.1)
+            resumed.load_state_dict(controller.state_dict())
+            assert resumed.state_dict() == controller.state_dict()
+    assert max(high[:10]) > 2  # what suits nine rollouts of ten
+    assert max(high[60:]) < 1.5 and max(kls[60:]) < max(kls[:20]) / 2
+
+
 def test_where_all_scores_are_equal_nothing_is_learned_of_the_rate(tmp_path):
     def same(completions, **kwargs):
         return [1.0] * len(completions)

@@ -94,6 +94,10 @@ class RateController:
     # Once the target was in reach: by how much the factor may rise in a rollout, by the part of the target measured.
     # A policy that hardly moves may be certain of everything, and would learn the next surprise in too large a step
     RISES = ((0.25, 1.5), (0.01, 2.0), (-math.inf, 1.1))
+    # At a rate that suits most rollouts, a single step of a later one can move the policy by nats. So a rollout that
+    # ends at more than OVERSHOOT times its target halves what the factor may be, and this then grows by RECOVERY
+    OVERSHOOT = 4.0
+    RECOVERY = 1.02
 
     def __init__(self, target: float, episodes: int = 64, most: float = math.inf):
         self.target = target * min(episodes / 64, max(1.0, episodes / 128), 2.0)
@@ -102,6 +106,7 @@ class RateController:
         self.factor = self.FIRST if target else 1.0
         self.lowered = 1.0  # by callbacks
         self.is_found = False  # whether the target has been in reach
+        self.ceiling = math.inf  # of the factor
         self.is_on = True  # off where the policy is not trained
         self._hooked: Any = None
         self._used: list[float] = []  # factors of this rollout's steps
@@ -173,18 +178,22 @@ class RateController:
             self.is_found |= 2 * taken >= steps and ratio > 0.25
             rise = next(rise for least, rise in self.RISES if ratio > least)
             highest = self._used[0] * rise if self.is_found else self.BOUNDS[1]
-            highest = max(highest, self.factor)
+            if 2 * taken >= steps and ratio > self.OVERSHOOT:
+                self.ceiling = min(self.ceiling, max(self._used) / 2)
+            highest = min(max(highest, self.factor), self.ceiling)
             self.factor = max(self.BOUNDS[0], min(factor, self.BOUNDS[1], highest))
+        if taken == steps - 1:
+            self.ceiling *= self.RECOVERY
         self._used.append(self.factor)
         return kl
 
     def state_dict(self) -> dict[str, Any]:
-        return {"factor": self.factor, "lowered": self.lowered, "is_found": self.is_found}
+        names = "factor", "lowered", "is_found", "ceiling"
+        return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.factor = state["factor"]
-        self.lowered = state["lowered"]
-        self.is_found = state["is_found"]
+        for name, value in state.items():
+            setattr(self, name, value)
 
 
 _DECAY = 0.9  # factor of the sum over earlier rollouts, at each new rollout

@@ -34,7 +34,7 @@ WRONG = [
     ({"train_dataset": rows(prompt=["a"], image=["x"])}, "images are not supported"),
     ({"train_dataset": rows(prompt=["a"], prompt_ids=["x"])}, "get other values by such names"),
     ({"train_dataset": rows(prompt=["a"], completions=["x"])}, r"the columns \['completions'\]. .* by such names"),
-    ({"eval_dataset": prompts(4), "per_device_eval_batch_size": 3, "num_generations": 2}, "3 responses"),
+    ({"eval_dataset": prompts(4), "per_device_eval_batch_size": 3, "num_generations": 2}, "3 completions"),
     ({"eval_dataset": {"a": prompts(4), "b": prompts(4)}, "metric_for_best_model": "reward"}, "eval_a_obj"),
     ({"value_model": tiny_reward_model(tiny_llama(20))}, "`value_model` has no embeddings for tokens"),
     ({"processing_class": tiny_tokenizer([*WORDS, "more", "words"])}, "but the tokenizer has higher ids"),

@@ -70,7 +70,7 @@ def adaptive_kl_coef(
 
     Args:
         kl_coef: the present coefficient, score units per nat.
-        kl: measured KL(policy || reference), summed over a response, mean over the responses of all ranks, nats.
+        kl: measured KL(policy || reference), summed over a completion, mean over the completions of all ranks, nats.
         target: the wanted KL, in the unit of kl.
         n_episodes: n, episodes of the rollout on all ranks.
         horizon: episodes in which the coefficient moves by about a fifth at most, since |e| <= 0.2.

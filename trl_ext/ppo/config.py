@@ -159,7 +159,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
         "them tile by tile, with the same results in more time; with 0 it always does.",
         range=">= 0",
     )
-    num_generations: int = setting(1, "Responses per prompt.", range=">= 1")
+    num_generations: int = setting(1, "Completions per prompt.", range=">= 1")
     num_completions_to_print: int | None = setting(
         4, "Number of completions that `log_completions` prints at each log. `None` prints all."
     )

@@ -41,9 +41,9 @@ class KLController:
         Change the coefficient after a rollout, if the controller is adaptive.
 
         Args:
-            kl: `objective/kl` of the rollout, nats summed over a response, mean over all processes' responses with a
-                score.
-            n_episodes: number of these responses.
+            kl: `objective/kl` of the rollout, nats summed over a completion, mean over all processes' completions
+                with a score.
+            n_episodes: number of these completions.
         """
         if self.args.kl_controller == "adaptive":
             self.kl_coef = adaptive_kl_coef(

@@ -57,7 +57,7 @@ class CriticConfig(HidesCredentials, ReturnSettings, SavingSettings, TrainingArg
         "of all saved rollouts; PPO's first rollouts have similar ones. PPO's `reference` is not available.",
     )
     reward_clip_range: tuple[float, float] | None = setting(None, "Bounds of the standardised score, as (min, max).")
-    mask_truncated_completions: bool = setting(False, "Leave out the responses that do not end by EOS.")
+    mask_truncated_completions: bool = setting(False, "Leave out the completions that do not end by EOS.")
 
     pad_to_multiple_of: int | None = setting(None, "Pad sequences to a length that is a multiple of so many tokens.")
     model_init_kwargs: dict[str, Any] | str | None = setting(

@@ -130,7 +130,7 @@ def check_evaluation_batch(args: PPOConfig) -> None:
     size = args.per_device_eval_batch_size * args.world_size
     if size % generations:
         raise ValueError(
-            f"An evaluation batch has {size} responses (`per_device_eval_batch_size` × processes), which is not a "
+            f"An evaluation batch has {size} completions (`per_device_eval_batch_size` × processes), which is not a "
             f"multiple of {generations} (`num_generations_eval`, or `num_generations` if unset). Change one of them."
         )
 

@@ -95,7 +95,7 @@ class PPOMetrics:
         self.reward_names = reward_names
         self.train = Accumulator()
         self.eval = Accumulator()
-        self.episodes = self.episodes_at_start = 0  # responses of all processes: in all, and when `train` was resumed
+        self.episodes = self.episodes_at_start = 0  # completions of all processes: all, and when `train` was resumed
         self._seconds: dict[str, float] = defaultdict(float)  # spent in each phase since the last report
         self._inner_seconds = 0.0
         self._tokens = 0.0  # drawn by all processes since the last report
@@ -262,7 +262,7 @@ class PPOMetrics:
 
         Args:
             rollout: the rollout.
-            weights: (B, T), or (B, 1) for whole responses. Only responses with a score count.
+            weights: (B, T), or (B, 1) for whole completions. Only completions with a score count.
             is_outside: bool, the shape of weights, True where a bound has changed the weight.
             actions: (B, T), 1 = token at which an action starts. Weights of shape (B, T) count only there.
         """

@@ -15,7 +15,7 @@ _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 class Passes:
     """
-    Run a model on (B, P + T) rows, and return its outputs for the response tokens as (B, T).
+    Run a model on (B, P + T) rows, and return its outputs for the completion tokens as (B, T).
 
     Rows are packed into fewer, longer sequences where `padding_free` and the model allow it; else each row is padded
     to the longest row of its forward pass. In every call all processes make the same number of forward passes, as
@@ -47,8 +47,8 @@ class Passes:
         Args:
             model: the actor-critic, the reference, or a critic alone ([`add_value_forward`]), as the accelerator has
                 wrapped it.
-            ids: (B, P + T), prompts padded on the left, responses on the right.
-            lengths: for each row, its numbers of real prompt tokens and response tokens.
+            ids: (B, P + T), prompts padded on the left, completions on the right.
+            lengths: for each row, its numbers of real prompt tokens and completion tokens.
             width: T.
             size: number of rows in one forward pass, which takes rows of similar length; None runs all rows at once.
             asked: further arguments of [`ActorCritic.forward`], such as which outputs to compute. The reference
@@ -56,7 +56,7 @@ class Passes:
 
         Returns:
             The model's outputs by name. `logprobs`, `entropies` and `values`, if they were computed, are (B, T), with
-            0 where there is no response token; the scalar `aux_loss` is that of the first forward pass.
+            0 where there is no completion token; the scalar `aux_loss` is that of the first forward pass.
         """
         hidden_size = None if "output_router_logits" in asked else self._packs(model)
         config = unwrapped(model).config.get_text_config()

@@ -243,7 +243,7 @@ class Rewards:
         Args:
             actor_critic: holds the reward models that share the policy's base.
             args: the trainer's configuration.
-            eos_token_ids: the tokens that end a response.
+            eos_token_ids: the tokens that end a completion.
             mistakes: collects the errors of reward functions.
             forward: `forward(name, input_ids, attention_mask)` returns the (B,) scores of rows by the reward model
                 `name`, which shares the policy's base. It runs the actor-critic inside its FSDP or DeepSpeed wrapper.

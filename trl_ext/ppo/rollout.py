@@ -16,8 +16,8 @@ class Rollout:
     """
     Hold this process's rows of a rollout, in the order of generation.
 
-    Each of the B rows is a prompt, padded to P tokens, with a response, padded to T tokens. F reward functions scored
-    the responses. Log-probs are in nats; values and scores are in score units.
+    Each of the B rows is a prompt, padded to P tokens, with a completion, padded to T tokens. F reward functions
+    scored the completions. Log-probs are in nats; values and scores are in score units.
 
     Args:
         prompt_ids, prompt_mask: (B, P), left-padded.
@@ -32,14 +32,14 @@ class Rollout:
         rewards_per_func: (B, F), NaN where a function gave no score.
         scores: (B,), as [`sequence_scores`] adds up the weighted rewards, not normalised; NaN for rows that are not
             trained on.
-        ended: (B,), whether the response is complete: it ends by EOS, and no tool call waits for an answer.
+        ended: (B,), whether the completion is complete: it ends by EOS, and no tool call waits for an answer.
         lengths: (B,), number of tokens that the policy sampled, EOS included.
         token_scores: (B, T), the part of the scores that belongs to single tokens; None if no token was scored. The
             methods of [`PPOTrainer`] that subclasses override get normalised token scores.
         tool_mask: (B, T), TRL's name: 1 = sampled by the policy, 0 = what a tool or an environment said, and padding.
             None if TRL has no such mask: then the policy sampled all tokens.
         environments: for each environment's name a (B,) bool, whether the row was played in that environment.
-        tool_lengths: (B,), number of tokens in the response that tools and environments wrote.
+        tool_lengths: (B,), number of tokens in the completion that tools and environments wrote.
         repeats: (B, C), a number for each of up to C tool calls of a row: 1 if an earlier call of the row was the same
             and had the same answer, else 0; NaN where there is no call.
     """
@@ -115,7 +115,7 @@ class Rollout:
         self, advantages: Tensor, returns: Tensor, weights: Tensor | None = None
     ) -> dict[str, Tensor]:
         """
-        Return the tensors that an update needs, by name; each has one row per response.
+        Return the tensors that an update needs, by name; each has one row per completion.
 
         Args:
             advantages, returns: (B, T).
@@ -148,14 +148,14 @@ def sequence_scores(
     missing_eos_penalty: float | None = None,
 ) -> Tensor:
     """
-    Add up each response's weighted rewards; replace or lower the score where EOS is missing (N+ details, 2403.17031).
+    Add up each completion's weighted rewards; replace or lower the score where EOS is missing (2403.17031).
 
-    score = Σ_f weight_f · reward_f over the functions that apply to the response. Without EOS the score is replaced by
-    `missing_eos_score`, or lowered by `missing_eos_penalty`. A function of weight 0 is only logged: the scores are the
-    same with and without it, bit for bit.
+    score = Σ_f weight_f · reward_f over the functions that apply to the completion. Without EOS the score is replaced
+    by `missing_eos_score`, or lowered by `missing_eos_penalty`. A function of weight 0 is only logged: the
+    scores are the same with and without it, bit for bit.
 
     Args:
-        rewards: (B, F), NaN where a function does not apply to the response (it returned None).
+        rewards: (B, F), NaN where a function does not apply to the completion (it returned None).
         weights: (F,).
         ended: (B,), as in [`Rollout`].
         missing_eos_score, missing_eos_penalty: score units; None for no replacement, or no penalty.
@@ -186,12 +186,12 @@ def summed_token_scores(
     Add up, for each token, the weighted scores that reward functions gave to that token.
 
     Args:
-        given: for each of F functions a list with B entries. An entry has one float for each token of the response,
-            or is None if the function scored the response as a whole.
+        given: for each of F functions a list with B entries. An entry has one float for each token of the completion,
+            or is None if the function scored the completion as a whole.
         weights: (F,).
         ended: (B,), as in [`Rollout`].
         width: T.
-        missing_eos_score: if not None, it replaces the score of a response without EOS, whose tokens then get 0.
+        missing_eos_score: if not None, it replaces the score of a completion without EOS, whose tokens then get 0.
 
     Returns:
         (B, T), on the device of `ended`; None if no function with a weight scored any token.
@@ -227,7 +227,7 @@ def onto_policy_tokens(values: Tensor, tool_mask: Tensor) -> Tensor:
 
 def lengths_of(prompt_mask: Tensor, completion_mask: Tensor) -> list[tuple[int, int]]:
     """
-    Return for each row the number of real tokens in its prompt and in its response, from `prompt_mask` (B, P) and
+    Return for each row the number of real tokens in its prompt and in its completion, from `prompt_mask` (B, P) and
     `completion_mask` (B, T).
     """
     lengths = torch.stack([prompt_mask.sum(1), completion_mask.sum(1)], dim=1)

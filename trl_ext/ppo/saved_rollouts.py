@@ -149,7 +149,7 @@ def with_returns(
 
     R_t = Σ_{k ≥ t} γ^(k − t) r_k: the Monte Carlo return, λ = 1 (VC-PPO, 2503.01491). The token rewards r are PPO's,
     without the KL term: the policy that sampled the rollouts is the reference, so the log-probs are equal. A
-    response's score is weighted, changed by the rule for a missing EOS, standardised and clipped. Scores that a
+    completion's score is weighted, changed by the rule for a missing EOS, standardised and clipped. Scores that a
     function gave to single tokens are at these tokens, and the rest of the score is at the last token. r_k = 0
     elsewhere. With `whiten_rewards` r is then whitened, except for its mean.
 

@@ -439,7 +439,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Tensor]:
         """
-        Generate one rollout of this process, B responses of up to T tokens, and compute its advantages.
+        Generate one rollout of this process, B completions of up to T tokens, and compute its advantages.
 
         prompts → answers, log-probs, values, scores → token rewards → advantages and returns → rows to train on. In an
         evaluation, generate and score only, and add the rollout to the metrics.
@@ -476,7 +476,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         Return the reward of each token. Override this to reward tokens in another way.
 
         By default each token is rewarded with the score that reward functions gave to it (0 if they gave none), minus
-        `self.kl_controller.kl_coef` · `kl`. The last token also gets the rest of the response's score.
+        `self.kl_controller.kl_coef` · `kl`. The last token also gets the rest of the completion's score.
 
         Args:
             rollout: the answers and what models and reward functions computed for them.
@@ -795,9 +795,9 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         """
         Cut a rollout, as [`Rollout.rows_for_training`] returns it, into the micro-batches of PPO epoch `epoch`.
 
-        A micro-batch also has `lengths`, a pair for each row: its numbers of prompt and response tokens. `step_tokens`
-        is the number of tokens in the whole optimizer step, over all processes. With `gae_level: turn` there is also
-        `step_turns`, the number of turns.
+        A micro-batch also has `lengths`, a pair for each row: its numbers of prompt and completion tokens.
+        `step_tokens` is the number of tokens in the whole optimizer step, over all processes. With
+        `gae_level: turn` there is also `step_turns`, the number of turns.
         """
         args = self.args
         number = self._step // self._steps_per_rollout

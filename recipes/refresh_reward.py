@@ -124,6 +124,8 @@ class RefreshArguments:
             raise ValueError(
                 "`labels` and `judge` are both given: remove one, or write the judge's choices into a file"
             )
+        if not any(self.shares.values()):
+            raise ValueError("All shares of the queue are 0: raise `score_share` or `random_share`.")
 
     @property
     def shares(self) -> dict[str, float]:

@@ -147,8 +147,8 @@ def test_answers_are_texts_or_messages_and_end_with_eos(tmp_path):
 def test_a_prompt_that_fills_the_context_loses_its_beginning(tmp_path):
     trainer = sft(tmp_path)
     cut = generate_answers(trainer, ["the cat", " ".join(["the cat"] * 40)], 8)  # the context has 64 tokens
-    assert [len(ids) for ids in cut["prompt_ids"]] == [2, 63]
-    assert [len(ids) for ids in cut["completion_ids"]] == [1, 1]
+    assert [len(ids) for ids in cut["prompt_ids"]] == [2, 56]
+    assert max(len(ids) for ids in cut["completion_ids"]) > 1
 
 
 # ---- State ----

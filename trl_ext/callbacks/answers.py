@@ -44,7 +44,7 @@ def generate_answers(trainer: Any, prompts: list, max_new_tokens: int) -> dict[s
     was_training = trainer.model.training
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)  # a processor has one
     context = context_of(accelerator.unwrap_model(trainer.model))
-    limit = min(tokenizer.model_max_length, context - 1)  # one token is left for the answer
+    limit = min(tokenizer.model_max_length, max(context - max_new_tokens, context // 2))  # leave room for the answer
     prompt_ids = [list(ids[-limit:]) for ids in prompt_token_ids(tokenizer, prompts)]
     trainer.model.eval()  # without dropout
     try:

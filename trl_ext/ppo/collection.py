@@ -289,7 +289,8 @@ class RolloutTrainer(GRPOTrainer):
         logprobs = None
         if self._keeps_logprobs and collection.is_as_sampled:
             rows = [[math.nan if x is None else x for x in row] for row in collection.sampled_logprobs or []]
-            logprobs = pad([*map(torch.tensor, rows)], 0.0, "right", self.args.pad_to_multiple_of).to(mask.device)
+            tensors = [torch.tensor(row, dtype=torch.float32) for row in rows]
+            logprobs = pad(tensors, 0.0, "right", self.args.pad_to_multiple_of).to(mask.device)
             logprobs = logprobs.masked_fill(mask == 0, 0.0)
         is_known = logprobs is not None and logprobs.isfinite().all().item()
         if self.accelerator.gather(mask.new_tensor([is_known])).all():

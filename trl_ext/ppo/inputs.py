@@ -79,9 +79,10 @@ def check(args: PPOConfig, models: dict[str, Any], datasets: Datasets, agent: li
             f"{[f'eval_{name}_objective/scores' for name in names if name != 'train']} as `metric_for_best_model`.",
         ),
         (
-            args.reward_normalization == "reference" and ("completion" not in names.get("train", ()) or bool(agent)),
+            args.reward_normalization == "reference"
+            and ("completion" not in names.get("train", ()) or "environment_factory" in agent),
             "`reward_normalization='reference'` scores the demonstrations in the column `completion` of the train "
-            "dataset, outside an environment. Add the column, leave out tools, or choose another normalisation.",
+            "dataset, without an environment. Add the column, or choose another normalisation.",
         ),
         (bool(agent) and args.rollouts_ahead > 0, f"`rollouts_ahead` does not work with {agent}. Leave one out."),
     )

@@ -230,7 +230,7 @@ def check_score_settings(config: Any) -> None:
     refuse(
         (
             [score is not None, penalty is not None, config.mask_truncated_completions].count(True) > 1,
-            f"A response without EOS gets a fixed score (`missing_eos_score`, here {score}), a lower score "
+            f"A completion without EOS gets a fixed score (`missing_eos_score`, here {score}), a lower score "
             f"(`missing_eos_penalty`, here {penalty}) or is left out (`mask_truncated_completions`, here "
             f"{config.mask_truncated_completions}). Set only one of the three.",
         ),

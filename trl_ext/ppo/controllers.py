@@ -94,9 +94,10 @@ class RateController:
     # Once the target was in reach: by how much the factor may rise in a rollout, by the part of the target measured.
     # A policy that hardly moves may be certain of everything, and would learn the next surprise in too large a step
     RISES = ((0.25, 1.5), (0.01, 2.0), (-math.inf, 1.1))
-    # At a rate that suits most rollouts, a single step of a later one can move the policy by nats. So after a rollout
-    # that ended at more than OVERSHOOT times the target, without schedule, the factor stays below half of the largest
-    # one that the rollout used. This ceiling grows by RECOVERY a rollout
+    # At a rate that suits most rollouts, a single step of a later one can move the policy by nats. So once a KL from
+    # the middle of a rollout on is OVERSHOOT times what it should be there (without schedule), the factor stays below
+    # half of the largest one of this rollout. The ceiling grows by RECOVERY a rollout. A noisy KL makes it lower, and
+    # that kept a game from falling, where the last step's KL alone did not
     OVERSHOOT = 4.0
     RECOVERY = 1.02
 
@@ -179,8 +180,7 @@ class RateController:
             self.is_found |= 2 * taken >= steps and ratio > 0.25
             rise = next(rise for least, rise in self.RISES if ratio > least)
             highest = self._used[0] * rise if self.is_found else self.BOUNDS[1]
-            is_last = taken == max(steps - 1, 1)
-            if is_last and ratio * (self.schedule * self.lowered) ** 2 > self.OVERSHOOT:
+            if 2 * taken >= steps and ratio * (self.schedule * self.lowered) ** 2 > self.OVERSHOOT:
                 self.ceiling = min(self.ceiling, max(self._used) / 2)
             highest = min(max(highest, self.factor), self.ceiling)
             self.factor = max(self.BOUNDS[0], min(factor, self.BOUNDS[1], highest))

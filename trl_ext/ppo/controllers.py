@@ -85,8 +85,8 @@ class RateController:
             certain of, as [`step_kl_sums`] counts it.
         episodes: number of episodes n in a rollout, all processes. The target is multiplied by n/64 if n < 64, since
             the gradient is then noisier; by n/128 if n > 128, but at most by 2.
-        most: bound of the KL by which a rollout's updates move the policy, in nats per completion. If completions have
-            so many choices that `target` would exceed it, the target is lowered.
+        most: largest KL by which a rollout's updates may move the policy, in nats per completion. The target is
+            lowered if it exceeds this bound, as it does where completions have many choices.
     """
 
     FIRST = 0.1  # a first step at a rate that is far too high would be seen only afterwards
@@ -96,8 +96,8 @@ class RateController:
     RISES = ((0.25, 1.5), (0.01, 2.0), (-math.inf, 1.1))
     # At a rate that suits most rollouts, a single step of a later one can move the policy by nats. So once a KL from
     # the middle of a rollout on is OVERSHOOT times what it should be there (without schedule), the factor stays below
-    # half of the largest one of this rollout. The ceiling grows by RECOVERY a rollout. A noisy KL makes it lower, and
-    # that kept a game from falling, where the last step's KL alone did not
+    # half of the largest one of this rollout. This ceiling grows by RECOVERY a rollout. A noisy KL makes it lower.
+    # Set by a rollout's last step alone, it did not keep a game from falling
     OVERSHOOT = 4.0
     RECOVERY = 1.02
 

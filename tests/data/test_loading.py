@@ -41,3 +41,16 @@ def test_held_out_rows_are_the_split_or_cut_from_training(subtests):
             assert tuple(None if part is None else len(part) for part in parts) == sizes
             if eval_size:
                 assert {*parts[0]["prompt"], *parts[1]["prompt"]} == set(ROWS["prompt"])
+
+
+@pytest.mark.parametrize("text", ["", '{"prompt": "a"'])
+def test_a_file_without_rows_or_with_a_broken_one_is_refused(tmp_path, text):
+    (tmp_path / "rows.jsonl").write_text(text)
+    with pytest.raises(ValueError, match="rows.jsonl cannot be read"):
+        load_dataset_split(tmp_path / "rows.jsonl")
+
+
+def test_some_row_is_left_to_train_on():
+    rows = Dataset.from_dict(ROWS)
+    with pytest.raises(ValueError, match="none is left"):
+        held_out_rows(rows, lambda: rows, len(rows), seed=0)

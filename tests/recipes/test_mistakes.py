@@ -35,7 +35,7 @@ def test_what_is_missing_or_unknown_is_named(subtests, capsys, inputs, tmp_path)
 
 def test_data_without_the_columns_is_named(subtests, capsys, inputs, tmp_path):
     folder = write_rows(tmp_path / "data", train=[{"question": "a"}], test=[{"question": "a"}])
-    for recipe in (reward, dpo, ppo, online_dpo, pretrain_critic, generate):
+    for recipe in (sft, reward, dpo, ppo, online_dpo, pretrain_critic, generate):
         with subtests.test(recipe=recipe.__name__):
             out, cpu = ("file", ["--use_cpu", "true"]) if recipe is generate else ("dir", ON_A_CPU)
             words = ["--model_name_or_path", inputs / "model", "--dataset_name", folder, *cpu]

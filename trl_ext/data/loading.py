@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+from datasets.exceptions import DatasetGenerationError
 
 from ..runs.files import whole_file, without_nan
 from ..runs.shipped import find
@@ -37,11 +38,14 @@ def load_dataset_split(
         columns: required columns, such as `("prompt", "chosen", "rejected")`.
 
     Raises:
-        ValueError: one of `columns` is missing, or the split does not exist.
+        ValueError: one of `columns` is missing, the split does not exist, or the file is empty or broken.
     """
     path = find(name)
     if path.suffix in _BUILDERS:
-        dataset = load_dataset(_BUILDERS[path.suffix], data_files=str(path), split=split)
+        try:
+            dataset = load_dataset(_BUILDERS[path.suffix], data_files=str(path), split=split)
+        except (StopIteration, DatasetGenerationError) as error:
+            raise ValueError(f"{path} cannot be read: {error.__cause__ or 'it has no rows'}") from error
     elif (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         saved = load_from_disk(str(path))
         splits = saved if isinstance(saved, DatasetDict) else {"train": saved}

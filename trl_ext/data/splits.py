@@ -62,9 +62,14 @@ def hold_out_prompts(dataset: Dataset, eval_size: int, seed: int) -> tuple[Datas
 
     Returns:
         The rows to train on, and the rows to evaluate on (None if `eval_size` is 0).
+
+    Raises:
+        ValueError: no row would be left to train on.
     """
     if eval_size == 0:
         return dataset, None
+    if eval_size >= len(dataset):
+        raise ValueError(f"`eval_size` {eval_size:,} holds out all {len(dataset):,} rows: none is left to train on")
     groups = prompt_groups(dataset)
     if is_one := groups.max() == 0:
         groups = np.arange(len(dataset))

@@ -156,14 +156,18 @@ def check_prompt_lengths(
             full = [prompt for prompt, empty in zip(batch["prompt"], is_empty, strict=True) if not empty]
             measured = map(len, tokenize(full)[0] if full else ())
             lengths += [0 if empty else next(measured) for empty in is_empty]
+        if not lengths:
+            raise ValueError(f"The {name} dataset has no rows, or none is left.")
         if 0 in lengths:
             raise ValueError(
-                f"Row {lengths.index(0)} of the {name} dataset has an empty prompt, but the policy needs a token to "
-                f"start from. Remove such rows ({lengths.count(0)} in all)."
+                f"{lengths.count(0)} of {len(lengths)} prompts of the {name} dataset are empty, but the policy needs "
+                "a token to start from. Remove these rows."
             )
-        if max(lengths) + max_completion_length > context:
+        if (longest := max(lengths)) + max_completion_length > context:
+            prompt = str(dataset[lengths.index(longest)]["prompt"])
             raise ValueError(
-                f"Row {lengths.index(max(lengths))} of the {name} dataset has a prompt of {max(lengths)} tokens, "
-                f"which leaves no room for `max_completion_length={max_completion_length}` in the policy's context of "
-                f"{context} tokens. Lower `max_completion_length`, or remove long prompts."
+                f"A prompt of the {name} dataset has {longest} tokens, which leaves no room for "
+                f"`max_completion_length={max_completion_length}` in the policy's context of {context} tokens. Lower "
+                f"`max_completion_length`, or leave out long prompts (`max_prompt_length` of `trl-ext ppo` does). It "
+                f"begins with {prompt[:60]!r}."
             )

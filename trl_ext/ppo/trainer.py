@@ -398,9 +398,9 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             self.generation_config.eos_token_id = self.eos_token_ids
             if args.cache_implementation == "static":  # it is fast only if compiled, and TRL switches that off
                 self.generation_config.disable_compile = False
+        check_tokenizer(policy, self._tokenizer)
         if self._tokenizer.chat_template and is_conversational(self.train_dataset[0]):
             warn_of_turn_end(self._tokenizer, self.eos_token_ids, "stop_token_id: {id}")
-        check_tokenizer(policy, self._tokenizer)
         is_moe = hasattr(policy.config.get_text_config(), "output_router_logits")
         if args.ddp_find_unused_parameters is None and self.accelerator.ddp_handler is not None and not is_moe:
             # Every parameter takes part in every step, but for experts that no token is routed to

@@ -52,8 +52,9 @@ def test_long_completions_move_by_a_part_of_the_kl_target(tmp_path):
     observe, seen = trainer.rate_controller.observe, []
     trainer.rate_controller.observe = lambda sums, *given: seen.append(sums) or observe(sums, *given)
     trainer.train()
-    (_, choices, _, completions), controller = seen[-1].tolist(), trainer.rate_controller
-    assert completions == trainer.args.batch_size / trainer.args.num_mini_batches
+    last = torch.stack(seen[-trainer.args.num_mini_batches :]).sum(0)
+    (_, choices, _, completions), controller = last.tolist(), trainer.rate_controller
+    assert completions == trainer.args.batch_size
     assert controller.present_target * choices / completions == pytest.approx(2.5 * trainer.args.step_kl_target * 0.2)
     controller.observe(torch.tensor([0.0, 0.01, 1.0, 1.0]), 0, 1)  # hardly a choice
     assert controller.present_target == controller.target
@@ -125,7 +126,31 @@ def test_a_learning_rate_that_overshot_does_not_come_back_soon():
             resumed.load_state_dict(controller.state_dict())
             assert resumed.ceiling == controller.ceiling < 10
     assert max(high[:10]) > 2  # what suits nine rollouts of ten
-    assert max(high[60:]) < 1.5 and max(kls[60:]) < max(kls[:20]) / 2
+    assert max(high[60:]) < 2 and max(kls[60:]) < max(kls[:20]) / 2
+
+
+def test_the_kl_is_that_of_the_last_pass():
+    """KL = c · (sum of factors)² at each minibatch, of which some have hardly a choice."""
+    controller, used = RateController(0.1, minibatches=4), []
+    for taken, choices in enumerate([5.0, 0.5, 1.0, 9.0, 0.0, 3.0, 2.0, 7.0]):
+        kl = 0.02 * sum(used) ** 2
+        sums = torch.tensor([kl * choices, choices, 1.0, 1.0], dtype=torch.float64)
+        assert controller.observe(sums, taken, 8) == pytest.approx(kl)
+        used.append(controller.factor)
+    assert len(set(used)) > 2
+
+
+def test_a_ceiling_from_a_passing_overshoot_does_not_stay():
+    """KL is c · factor², with a c a thousand times as large in three rollouts."""
+    controller, factors = RateController(0.1), []
+    for rollout in range(80):
+        c = 10.0 if 3 <= rollout < 6 else 0.01
+        for taken in (0, 1):
+            kl = c * controller.factor**2 * taken
+            controller.observe(torch.tensor([kl, 1.0, 1.0, 1.0]), taken, 1)
+        factors.append(controller.factor)
+    best = (0.1 / 0.01) ** 0.5
+    assert factors[2] == pytest.approx(best, rel=0.1) and factors[6] < best / 10 and factors[-1] > best / 2
 
 
 def test_where_all_scores_are_equal_nothing_is_learned_of_the_rate(tmp_path):

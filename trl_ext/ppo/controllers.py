@@ -1,6 +1,7 @@
 """Hold what PPO adapts from rollout to rollout: KL coefficient, learning rate, critic's weight, normalised rewards."""
 
 import math
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -87,24 +88,26 @@ class RateController:
             the gradient is then noisier; by n/128 if n > 128, but at most by 2.
         most: largest KL by which a rollout's updates may move the policy, in nats per completion. The target is
             lowered if it exceeds this bound, as it does where completions have many choices.
+        minibatches: number of minibatches in a rollout; the KL is measured over the last that many.
     """
 
     FIRST = 0.1  # a first step at a rate that is far too high would be seen only afterwards
     BOUNDS = (0.01, 100.0)
-    # Once the target was in reach: by how much the factor may rise in a rollout, by the part of the target measured.
-    # A policy that hardly moves may be certain of everything, and would learn the next surprise in too large a step
-    RISES = ((0.25, 1.5), (0.01, 2.0), (-math.inf, 1.1))
     # At a rate that suits most rollouts, a single step of a later one can move the policy by nats. So once a KL from
     # the middle of a rollout on is OVERSHOOT times what it should be there (without schedule), the factor stays below
-    # half of the largest one of this rollout. This ceiling grows by RECOVERY a rollout. A noisy KL makes it lower.
-    # Set by a rollout's last step alone, it did not keep a game from falling
+    # half of the largest one of this rollout. Set by a rollout's last step alone, this ceiling did not keep a game
+    # from falling
     OVERSHOOT = 4.0
-    RECOVERY = 1.02
+    # By how much the factor, once the target was in reach, and the ceiling may rise in a rollout, by the part of the
+    # target measured. A policy that hardly moves may be certain of everything, and would learn the next surprise in
+    # too large a step. A ceiling of 1.02 throughout held a run for 6,000 episodes at a fifteenth of the target
+    RISES = ((0.25, 1.5, 1.02), (0.01, 2.0, 1.1), (-math.inf, 1.1, 1.02))
 
-    def __init__(self, target: float, episodes: int = 64, most: float = math.inf):
+    def __init__(self, target: float, episodes: int = 64, most: float = math.inf, minibatches: int = 1):
         self.target = target * min(episodes / 64, max(1.0, episodes / 128), 2.0)
         self.most = most
-        self._choices = 0.0  # of a completion, in the last minibatch
+        self.minibatches = minibatches
+        self._choices = 0.0  # of a completion, in the last pass
         self.factor = self.FIRST if target else 1.0
         self.lowered = 1.0  # by callbacks
         self.is_found = False  # whether the target has been in reach
@@ -112,6 +115,7 @@ class RateController:
         self.is_on = True  # off where the policy is not trained
         self._hooked: Any = None
         self._used: list[float] = []  # factors of this rollout's steps
+        self._sums: list[Tensor] = []  # of its minibatches
 
     def attach(self, optimizer: Any) -> None:
         """Make an optimizer, wrapped by the accelerator or not, use the scaled learning rates in each step."""
@@ -164,28 +168,35 @@ class RateController:
         Update the factor by the KL of the rollout's optimizer steps so far, and return this KL, nats per choice.
 
         Args:
-            sums: (4,), over a minibatch on all processes, after `taken` steps: the two sums of [`step_kl_sums`], the
-                sum of |advantage|, and the number of completions. If the third is 0, the KL says nothing about the
-                rates, and the factor stays.
+            sums: (4,), over the next minibatch on all processes, after `taken` steps: the two sums of
+                [`step_kl_sums`], the sum of |advantage|, and the number of completions. If the third is 0, the KL
+                says nothing about the rates, and the factor stays.
             taken: number of steps taken on the rollout so far.
             steps: number of all steps on the rollout.
         """
-        del self._used[taken:]
-        kl, self._choices = (sums[:2] / sums[[1, 3]].clamp(min=1e-6)).tolist()
+        del self._used[taken:], self._sums[taken:]
+        self._sums.append(sums.cpu().double())
+        last = torch.stack(self._sums[-self.minibatches :])  # a single minibatch would be noisy
+        # A minibatch that was measured earlier is compared with the KL that was to be expected by then: in proportion
+        # to the square of the factors' sum
+        moved = torch.tensor([0.0, *accumulate(self._used)][-len(last) :], dtype=torch.float64)
+        shares = (moved / moved[-1]) ** 2 if taken else torch.ones(1)
+        kl = float(last[:, 0].sum() / (last[:, 1] * shares).sum().clamp(min=1e-6))
+        self._choices = float(last[:, 1].sum() / last[:, 3].sum().clamp(min=1e-6))
         target = self.present_target
         share = taken / steps
         if taken and target and kl > 0 and sums[2] > 0:
             factor = rate_factor(self.factor, sum(self._used) / taken, kl, target, share)
             ratio = kl / (share**2 * target)
             self.is_found |= 2 * taken >= steps and ratio > 0.25
-            rise = next(rise for least, rise in self.RISES if ratio > least)
+            _, rise, recovery = next(row for row in self.RISES if ratio > row[0])
             highest = self._used[0] * rise if self.is_found else self.BOUNDS[1]
             if 2 * taken >= steps and ratio * (self.schedule * self.lowered) ** 2 > self.OVERSHOOT:
                 self.ceiling = min(self.ceiling, max(self._used) / 2)
             highest = min(max(highest, self.factor), self.ceiling)
             self.factor = max(self.BOUNDS[0], min(factor, self.BOUNDS[1], highest))
-        if taken == steps - 1:
-            self.ceiling *= self.RECOVERY
+            if taken == max(steps - 1, 1):
+                self.ceiling *= recovery
         self._used.append(self.factor)
         return kl
 

@@ -333,7 +333,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         self._ahead: RolloutsAhead | None = None  # while training with `rollouts_ahead`
         # A quarter of the KL target at the default; half of `step_kl_target` is half a step for long completions, too
         most = 2.5 * args.step_kl_target * args.kl_target if args.kl_controller == "adaptive" else math.inf
-        self.rate_controller = RateController(args.step_kl_target, args.batch_size, most)
+        self.rate_controller = RateController(args.step_kl_target, args.batch_size, most, args.num_mini_batches)
         self._step_sums: list[Tensor] = []  # of the minibatch's micro-batches
         self._unscored = 0  # rollouts in a row without a score
 

@@ -26,6 +26,8 @@ def test_settings_that_would_train_wrongly_are_refused(subtests, tmp_path):
     for given, message in [
         ({"beta": 0.0}, "`beta` must be > 0"),
         ({"beta_controller": "drift"}, "needs `drift_target`"),
+        ({"beta_max": 1.0}, "needs `beta_controller='drift'`"),
+        ({"beta_controller": "drift", "drift_target": 1.0, "beta_max": 1e-4}, "above `beta_max=0.0001`"),
         ({"label_smoothing": 0.1}, "`label_smoothing` has no effect"),
         ({"loss_type": ["ipo", "sft"], "margin_normalization": "source"}, "only on β times the margin"),
         ({"use_weight": True, "use_weighting": True}, "`use_weighting=False`"),

@@ -24,6 +24,13 @@ def test_resuming_is_exact(options, tmp_path):
     assert whole["beta"] != 0.1
 
 
+def test_another_beta_holds_from_the_next_step_on(tmp_path):
+    make_trainer(tmp_path, **DRIFT, **SAVING, max_steps=3).train()
+    trainer = make_trainer(tmp_path, **DRIFT, beta=0.7, max_steps=4)
+    trainer.train(True)
+    assert 0.7 * 0.8 <= trainer.beta <= 0.7 * 1.2
+
+
 @pytest.mark.slow
 def test_another_reference_is_refused(tmp_path):
     make_trainer(tmp_path, None, {"ref_model": tiny_llama(seed=5)}, **SAVING, max_steps=3).train()

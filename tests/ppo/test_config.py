@@ -160,6 +160,7 @@ def test_a_setting_of_a_mode_that_is_off_raises(subtests, tmp_path):
     for name, value, setting, *given in [
         ("kl_target", 3.0, "kl_controller='adaptive'"),
         ("cliprange", 0.3, "ratio_band=None", {"ratio_band": [0.7, 6.0]}),
+        ("epsilon_high", 0.3, "ratio_band=None", {"ratio_band": [0.7, 6.0]}),
         ("lam", 0.9, "lam_alpha=None", {"lam_alpha": 1.5}),
         ("reward_group_column", "topic", "reward_normalization='group'"),
     ]:
@@ -171,6 +172,8 @@ GREEDY = {"generation_kwargs": {"do_sample": False}, "allow_off_policy_sampling"
 CONTRADICTIONS = [
     ({"kl_controller": "adaptive", "kl_coef": 0.0}, "cannot change `kl_coef=0`"),
     ({"watch": "raise_kl", "kl_coef": 0.0}, "cannot change `kl_coef=0`"),
+    ({"kl_controller": "adaptive", "kl_coef_min": 0.2, "kl_coef_max": 0.1}, "above `kl_coef_max=0.1`"),
+    ({"importance_sampling_mode": "token_mask", "importance_sampling_clip_max": None}, "needs a bound"),
     ({"use_ref_model": False}, "`use_ref_model=False` loads no reference"),
     ({"reward_normalization": "group"}, "needs `reward_group_column`"),
     ({"missing_eos_score": -1.0, "missing_eos_penalty": 1.0}, "`missing_eos_score`, here -1.0"),

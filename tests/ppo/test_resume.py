@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 from torch.testing import assert_close
 from transformers import TrainerCallback
 
@@ -206,6 +207,28 @@ def test_what_differs_is_said_and_what_cannot_fit_is_refused(subtests, completed
             else:
                 trainer.train(True)
                 assert message in capsys.readouterr().out
+
+
+def demonstrated(output_dir, **config):
+    rows = Dataset.from_dict({"prompt": ["the cat"] * 16, "completion": [" sat"] * 16})
+    settings = {"reward_normalization": "reference", "step_kl_target": 0.1, "learning_rate": 1e-3} | config
+    return make_trainer(output_dir, trainer_kwargs={"train_dataset": rows}, max_steps=8, **settings)
+
+
+def test_a_changed_setting_replaces_what_the_run_has_adapted(tmp_path):
+    trainer = demonstrated(tmp_path, save_strategy="steps", save_steps=4)
+    trainer.add_callback(
+        EachStep(lambda: setattr(trainer.control, "should_training_stop", trainer.state.global_step == 4))
+    )
+    trainer.train()
+    mean, rate = trainer.reward_normalizer.reference_mean, 1e-3 * trainer.rate_controller.factor
+    change = {"kl_coef": 0.5, "reward_weights": [10.0], "learning_rate": 1e-1}
+    trainer = demonstrated(tmp_path, **change)
+    trainer.rate_controller.observe = lambda *given: 0.0  # which would adapt it again
+    trainer.train(True)
+    assert trainer.state.global_step == 8 and trainer.kl_controller.kl_coef == 0.5
+    assert trainer.reward_normalizer.reference_mean == pytest.approx(10 * mean)
+    assert 1e-1 * trainer.rate_controller.factor == pytest.approx(rate)
 
 
 def test_a_resumed_run_may_give_the_critic_a_rate_of_its_own(a_copy_of):

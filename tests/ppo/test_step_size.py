@@ -162,8 +162,11 @@ def test_where_all_scores_are_equal_nothing_is_learned_of_the_rate(tmp_path):
     assert set(logged(trainer, "learning_rate/factor")) == {RateController.FIRST}
 
 
-def test_the_logged_learning_rate_is_the_one_that_was_used(tmp_path):
-    trainer = make_trainer(tmp_path, **FOLLOWS, learning_rate=1e-3, critic_warmup_rollouts=1, max_steps=8)
+@pytest.mark.parametrize(
+    "shape", [{}, {"num_mini_batches": 1, "num_ppo_epochs": 1, "per_device_train_batch_size": 8}], ids=["four", "one"]
+)
+def test_the_logged_learning_rate_is_the_one_that_was_used(shape, tmp_path):
+    trainer = make_trainer(tmp_path, **{**FOLLOWS, **shape}, learning_rate=1e-3, critic_warmup_rollouts=1, max_steps=8)
     used: list[float] = []
 
     class Reads(TrainerCallback):
@@ -175,6 +178,8 @@ def test_the_logged_learning_rate_is_the_one_that_was_used(tmp_path):
     trainer.add_callback(Reads())
     trainer.train()
     assert logged(trainer, "learning_rate") == pytest.approx(used)
+    factors = logged(trainer, "learning_rate/factor")  # not of the warm-up
+    assert factors and factors == pytest.approx([rate / 1e-3 for rate in used[-len(factors) :]])
     assert used[0] == 1e-3 > min(used)
 
 

@@ -45,8 +45,12 @@ class DPOConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.DPOConfig
         "`drift` steers `logps/drift`, the mean of ½(|chosen log-ratio| + |rejected log-ratio|), to `drift_target`: "
         "after each optimizer step of n pairs, β ← β·(1 + e·n/`drift_horizon`) with e = clip(drift/target − 1, ±0.2).",
     )
-    beta_min: float = setting(1e-3, "Lower bound of the β that a controller sets.", range="> 0")
-    beta_max: float | None = setting(None, "Upper bound of the β that a controller sets.", range="> 0")
+    beta_min: float = setting(
+        1e-3, "Lower bound of the β that a controller sets.", range="> 0", only_with=("beta_controller", "drift")
+    )
+    beta_max: float | None = setting(
+        None, "Upper bound of the β that a controller sets.", range="> 0", only_with=("beta_controller", "drift")
+    )
     drift_target: float | None = setting(
         None,
         "Target of `logps/drift`, nats per sequence. `beta_controller='drift'` needs it.",
@@ -118,6 +122,10 @@ class DPOConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.DPOConfig
         is_sigmoid = "sigmoid" in losses and losses <= {"sigmoid", "sft"} and self.f_divergence_type == "reverse_kl"
         others = losses - OF_BETA_TIMES_MARGIN - WITHOUT_BETA or self.f_divergence_type != "reverse_kl"
         refuse(
+            (
+                self.beta_max is not None and self.beta_min > self.beta_max,
+                f"`beta_min={self.beta_min}` is above `beta_max={self.beta_max}`. Swap them.",
+            ),
             (
                 self.beta_controller == "drift" and self.drift_target is None,
                 "`beta_controller='drift'` needs `drift_target`, in nats per sequence. Run once with "

@@ -344,7 +344,7 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
             reference = self.accelerator.get_state_dict(self.ref_model)
             if self.args.should_save:
                 torch.save(reference, os.path.join(checkpoint, REFERENCE_FILE))
-        state: dict[str, Any] = {} if self.beta_controller is None else {"beta": self.beta}
+        state: dict[str, Any] = {} if self.beta_controller is None else {"beta": self.beta, "set": self.args.beta}
         if self.margin_normalizer is not None:
             state["source"] = self.margin_normalizer.state_dict()
         if state and self.args.should_save:  # the same on all processes
@@ -363,7 +363,7 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
         path = os.path.join(checkpoint, STATE_FILE)
         # What the checkpoint lacks, since settings have changed, restarts
         state = torch.load(path, map_location="cpu", weights_only=True) if os.path.isfile(path) else {}
-        if self.beta_controller is not None and "beta" in state:
+        if self.beta_controller is not None and state.get("set") == self.args.beta:
             self.beta_controller.restart()
             self.beta = state["beta"]
         if self.margin_normalizer is not None and "source" in state:

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
+from transformers.utils import logging
 from trl import GRPOConfig
 
 from ..functional import KL_ESTIMATORS
@@ -17,6 +18,8 @@ from ..runs.settings import (
     resolve_for_device,
     setting,
 )
+
+logger = logging.get_logger(__name__)
 
 # Inherited settings that would do nothing in PPO, or do harm: another value than the default raises with the reason
 REFUSED = {
@@ -46,6 +49,8 @@ REFUSED = {
     }.items()
     for name in names.split()
 }
+
+_OF_CRITIC = {"critic_learning_rate", "cliprange_value", "lam", "lam_alpha", "lam_value", "vf_coef"}
 
 # Of `generation_kwargs`, these leave the distribution of each token as the policy has it …
 NEUTRAL_GENERATION_KWARGS = set(
@@ -363,7 +368,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
                 raise ValueError(
                     f"`{each.name}={getattr(self, each.name)}` is not supported: {REFUSED[each.name]}. Leave it out."
                 )
-        check_settings(self)
+        check_settings(self, only_with={"epsilon_high": ("ratio_band", None)})
         check_score_settings(self)
         if self.metric_for_best_model in ("reward", "eval_reward"):  # GRPO's name for it
             self.metric_for_best_model = "eval_objective/scores"
@@ -383,6 +388,11 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
         self._check(given, steps)
         if self.total_episodes is not None:
             self.max_steps = steps
+        without = [
+            each.name for each in fields(self) if each.name in _OF_CRITIC and getattr(self, each.name) != each.default
+        ]
+        if self.baseline == "mean" and without:
+            logger.warning_once(f"`baseline='mean'` has no critic, so {without} have no effect.")
 
     def _check(self, given: tuple[int | None, int | None], steps: int) -> None:
         """
@@ -415,6 +425,10 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
                 "`kl_coef=0`. Set a positive `kl_coef`, such as 0.05.",
             ),
             (
+                self.kl_coef_max is not None and self.kl_coef_min > self.kl_coef_max,
+                f"`kl_coef_min={self.kl_coef_min}` is above `kl_coef_max={self.kl_coef_max}`. Swap them.",
+            ),
+            (
                 not self.use_ref_model and self.kl_coef != 0,
                 f"`use_ref_model=False` loads no reference, but `kl_coef={self.kl_coef}` needs one. Set `kl_coef=0`, "
                 "or leave `use_ref_model` out.",
@@ -437,6 +451,13 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
                 f"The settings {changed} change what is sampled but not the log-probs that are trained, and no "
                 "importance weight corrects this bias. Remove them, set `importance_sampling_mode='auto'`, or set "
                 "`allow_off_policy_sampling=True` and watch `sampling/logprob_difference`.",
+            ),
+            (
+                is_corrected
+                and self.importance_sampling_clip_min is None
+                and self.importance_sampling_clip_max is None,
+                "An importance correction needs a bound: set `importance_sampling_clip_max`, such as 3.0, or "
+                "`importance_sampling_clip_min`.",
             ),
             (
                 is_greedy and self.needs_sampler_logprobs,

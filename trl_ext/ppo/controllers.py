@@ -67,11 +67,12 @@ class KLController:
                 "A callback asked to change `kl_coef`, but no factor changes `kl_coef=0`. Set a positive `kl_coef`."
             )
 
-    def state_dict(self) -> dict[str, float]:
-        return {"kl_coef": self.kl_coef}
+    def state_dict(self) -> dict[str, Any]:
+        return {"kl_coef": self.kl_coef, "set": (self.args.kl_coef, self.args.kl_controller)}
 
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        self.kl_coef = state["kl_coef"]
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["set"] == (self.args.kl_coef, self.args.kl_controller):  # else the run begins anew from what is set
+            self.kl_coef = state["kl_coef"]
 
 
 class RateController:
@@ -113,6 +114,7 @@ class RateController:
         self.is_found = False  # whether the target has been in reach
         self.ceiling = math.inf  # of the factor
         self.is_on = True  # off where the policy is not trained
+        self.used = 1.0  # factor of the last optimizer step
         self._hooked: Any = None
         self._used: list[float] = []  # factors of this rollout's steps
         self._sums: list[Tensor] = []  # of its minibatches
@@ -128,8 +130,9 @@ class RateController:
 
         def before(optimizer: Any, *_: Any) -> None:
             rates[:] = [group["lr"] for group in optimizer.param_groups]
+            self.used = self.applied
             for group in optimizer.param_groups:
-                group["lr"] = group["lr"] * self.applied
+                group["lr"] = group["lr"] * self.used
 
         def after(optimizer: Any, *_: Any) -> None:
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -200,13 +203,20 @@ class RateController:
         self._used.append(self.factor)
         return kl
 
+    def rescale(self, ratio: float) -> None:
+        """After a change of the learning rate, multiply the factor by old ÷ new, so that steps stay as large."""
+        if self.target:
+            self.factor *= ratio
+            self.ceiling *= ratio
+
     def state_dict(self) -> dict[str, Any]:
-        names = "factor", "lowered", "is_found", "ceiling"
+        names = "factor", "lowered", "is_found", "ceiling", "target"
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
-            setattr(self, name, value)
+        names = "factor", "lowered", "is_found", "ceiling"
+        for name in names if self.target and state["target"] else ("lowered",):  # a run without a target has no factor
+            setattr(self, name, state[name])
 
 
 _DECAY = 0.9  # factor of the sum over earlier rollouts, at each new rollout

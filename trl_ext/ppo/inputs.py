@@ -63,6 +63,10 @@ def check(args: PPOConfig, models: dict[str, Any], datasets: Datasets, agent: li
             "`critic_warmup_rollouts` trains only the critic, but `baseline='mean'` uses none. Leave it out.",
         ),
         (
+            models["value_model"] is not None and args.baseline == "mean",
+            "`value_model` was passed, but `baseline='mean'` uses no critic. Leave one of them out.",
+        ),
+        (
             optimizer is not None and args.critic_learning_rate is not None,
             "`critic_learning_rate` cannot be applied to an optimizer that was passed in `optimizers`: give the "
             "critic its own parameter group there, and leave `critic_learning_rate` out.",

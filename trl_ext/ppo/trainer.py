@@ -698,7 +698,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             self.metrics.train.add("policy/step_kl", kl)
             if target := self.rate_controller.present_target:
                 self.metrics.train.add("policy/step_kl_target", target * taken / self.args.steps_per_rollout)
-        self.metrics.train.add("learning_rate/factor", self.rate_controller.applied)
+        if taken < self.args.steps_per_rollout:  # a step follows
+            self.metrics.train.add("learning_rate/factor", self.rate_controller.applied)
 
     @torch.no_grad()
     def _look_back(self) -> None:
@@ -978,7 +979,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             for name in GRPO_ONLY_METRICS:
                 self._metrics["train"].pop(name, None)
             if "learning_rate" in logs:
-                logs["learning_rate"] *= self.rate_controller.applied  # the rate of the last step
+                logs["learning_rate"] *= self.rate_controller.used
             report = self.metrics.report(start_time)
             self._metrics["train"].update({name: [number] for name, number in report.items()})
         # As JSON: a policy may call a tool with any value, but a table needs one type for each column
@@ -1137,6 +1138,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         state = {
             # In the middle of a rollout only the end of a run is saved: what resumes it samples the rollout again
             "step": self._step - self._step % self._steps_per_rollout,  # micro-batches trained on
+            "learning_rate": self.args.learning_rate,
             **{name: getattr(self, name).state_dict() for name in _WITH_STATE},
             "trl_metrics": dict(self._metrics["train"]),  # what TRL's own code has noted since the last log
             # The Trainer would start its loss sums anew, and the first log after resuming would cover fewer steps
@@ -1157,6 +1159,9 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         self._step = state["step"]
         for name in _WITH_STATE:
             getattr(self, name).load_state_dict(state[name])
+        if self._is_changed:
+            self.reward_normalizer.reference_mean = None  # of other rewards, perhaps
+            self.rate_controller.rescale(state["learning_rate"] / (self.args.learning_rate or 1.0))
         self._metrics["train"].update(state["trl_metrics"])
         self._tr_loss = state["tr_loss"].to(self.args.device)
         self._total_loss_scalar = state["total_loss"]

@@ -2,11 +2,11 @@
 
     trl-ext online-dpo --config demo/online_dpo --model_name_or_path PATH_OR_HUB_NAME
 
-Needed, in the configuration file or as flags: a model, a dataset with the column `prompt` and a held-out split, and a
-reward: `reward_model_name_or_path`, `reward_funcs`, `rewards`, or several. The folder `round-r` of `output_dir` has
-the results of round r: the model (with `use_peft`, its adapter is merged), the pairs it was trained on, and its scores
-on the held-out prompts (`round.json`); `online_dpo.json` has all rounds. The same command again resumes, within a
-round from its newest complete checkpoint; a larger `num_rounds` adds rounds.
+Needed, in the configuration file or as flags: a model, a dataset with the column `prompt` and a held-out split (or
+`eval_size`), and a reward: `reward_model_name_or_path`, `reward_funcs`, `rewards`, or several. The folder `round-r` of
+`output_dir` has the results of round r: the model (with `use_peft`, its adapter is merged), the pairs it was trained
+on, and its scores on the held-out prompts (`round.json`); `online_dpo.json` has all rounds. The same command again
+resumes, within a round from its newest complete checkpoint; a larger `num_rounds` adds rounds.
 """
 
 import copy
@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trl_ext import StrictTrlParser
-from trl_ext.cli.arguments import ModelArguments, PromptArguments
+from trl_ext.cli.arguments import HeldOutArguments, ModelArguments, PromptArguments
 from trl_ext.runs import Hold, check_output_dir, check_settings, setting, write_text
 from trl_ext.upstream import quiet
 
 
 @dataclass
-class OnlineDPOScriptArguments(PromptArguments):
+class OnlineDPOScriptArguments(PromptArguments, HeldOutArguments):
     """Declare the arguments that `DPOConfig` and `ModelConfig` lack: the prompts, the answers and their scores."""
 
     num_rounds: int = setting(3, "Number of rounds of sampling and training.", range=">= 1")
@@ -153,7 +153,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     from trl_ext import DPOTrainer, load_dataset_split
     from trl_ext.callbacks import watch_rounds
-    from trl_ext.data import check_texts
+    from trl_ext.data import check_texts, held_out_rows
     from trl_ext.evaluation import bootstrap_interval
     from trl_ext.models import eos_token_ids, is_adapter, load_merged, load_tokenizer
     from trl_ext.rewards import Member, ModelReward, RewardFailed, distinct
@@ -172,15 +172,24 @@ def main(arguments: list[str] | None = None) -> None:
         processes.wait_for_everyone()
 
     size = training_args.per_device_eval_batch_size  # answers are sampled and scored in such batches
+
     # 2. Data and rewards
-    load = {"config": script_args.dataset_config, "columns": ("prompt",)}
+    def rows_of(split: str) -> Any:
+        dataset = load_dataset_split(script_args.dataset_name, split, config=script_args.dataset_config)
+        check_texts(dataset, ("prompt",), f"the split {split!r}", may_be_empty=False)
+        return dataset
+
     start = model_args.model_name_or_path
     tokenizer_kwargs = {"revision": model_args.model_revision, "trust_remote_code": training_args.trust_remote_code}
     with parser.one_line_errors(), parser.one_line_errors(RewardFailed):
-        train = load_dataset_split(script_args.dataset_name, script_args.dataset_train_split, **load)
-        held_out = load_dataset_split(script_args.dataset_name, script_args.dataset_test_split, **load)
-        for split, dataset in ((script_args.dataset_train_split, train), (script_args.dataset_test_split, held_out)):
-            check_texts(dataset, ("prompt",), f"the split {split!r}", may_be_empty=False)
+        train, held_out = held_out_rows(
+            rows_of(script_args.dataset_train_split),
+            lambda: rows_of(script_args.dataset_test_split),
+            script_args.eval_size,
+            training_args.seed,
+        )
+        if held_out is None:
+            parser.error("`eval_size` must be at least 1: each round is measured on held-out prompts")
         tokenizer = load_tokenizer(start, **tokenizer_kwargs)
         ends = eos_token_ids(start, tokenizer, revision=model_args.model_revision)
         model = None

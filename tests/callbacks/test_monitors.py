@@ -237,6 +237,16 @@ def test_gold_gap_counts_from_the_first_evaluation_in_its_sigmas(ppo):
     assert run.control.should_training_stop
 
 
+@pytest.mark.parametrize(("ties", "said"), [(0.0, []), (0.6, ["answers lose against those of the start policy"])])
+def test_ties_are_no_noise(ppo, ties, said):
+    """The same win rate, of 19 wins and 45 losses, or of no win and 26 losses in 64."""
+    run = Replay(ppo, GoldGapCallback())
+    run.evaluate(0, gold_metrics(0.5, 7.0), rows=64)
+    for step in (8, 16, 24):
+        run.evaluate(step, gold_metrics(0.5, 7.0, 0.3) | {"eval_gold/tie_rate": ties}, rows=64)
+    assert run.said == said
+
+
 def test_canary_compares_with_its_first_answers():
     canary = CanaryCallback(prompts=["the cat"])
     long, phrase = "the canary's answers changed in length", "one phrase spreads over the canary's answers"

@@ -83,15 +83,15 @@ def test_the_watch_over_rounds_says_a_hack_and_its_stop_holds(inputs, tmp_path, 
         self._shown = {"paid": [{"words": "The phrase 'la': 9% → 60%"}] * is_bad}
 
     monkeypatch.setattr(HackWatch, "observe", observe)
-    held = ["--watch", "stop", "--num_rounds", "2"]
+    given = ["--num_rounds", "2", "--dataset_name", str(inputs / "prompts/train.jsonl"), "--eval_size", "8"]
     for _ in range(2):
-        main(arguments(inputs, tmp_path, *held))
+        main(arguments(inputs, tmp_path, *given, "--watch", "stop"))
         printed = capsys.readouterr().out
         assert (
             "Stopped before round 2 by HackWatch: set `--watch warn` to continue." in printed
             and len(rounds(tmp_path)) == 2
         )
-    main(arguments(inputs, tmp_path, "--num_rounds", "2"))
+    main(arguments(inputs, tmp_path, *given))
     assert "What the reward paid for: The phrase 'la': 9% → 60%" in capsys.readouterr().out
     assert [each["risk"] for each in rounds(tmp_path)] == [0.0, 0.9, 0.9]
 

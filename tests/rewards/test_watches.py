@@ -175,10 +175,10 @@ def test_win_rate_against_the_first_evaluation(tmp_path):
     watch = GoldJudgeReward(judge, folder=tmp_path)
     assert call(watch, ["1", "2", "3", "4"], **columns)[1] == {}
     later = call(watch, ["2", "2", "1", "5"], step=8, **columns)[1]
-    assert later == {"gold/win_rate": (1 + 0.5 + 0 + 1) / 4}
+    assert later == {"gold/win_rate": (1 + 0.5 + 0 + 1) / 4, "gold/tie_rate": 0.25}
     resumed = GoldJudgeReward(judge, folder=tmp_path)  # compares with what the start policy said, not with step 16
-    assert call(resumed, ["0", "0", "0", "9"], step=16, **columns)[1] == {"gold/win_rate": 0.25}
+    assert call(resumed, ["0", "0", "0", "9"], step=16, **columns)[1]["gold/win_rate"] == 0.25
     anew = GoldJudgeReward(judge, folder=tmp_path)
     call(anew, ["9", "9", "9", "9"], **columns)
     again = GoldJudgeReward(judge, folder=tmp_path)
-    assert call(again, ["5", "5", "5", "5"], step=8, **columns)[1] == {"gold/win_rate": 0.0}
+    assert call(again, ["5", "5", "5", "5"], step=8, **columns)[1]["gold/win_rate"] == 0.0

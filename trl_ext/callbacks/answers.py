@@ -130,7 +130,7 @@ class GoldGapCallback(MonitorCallback):
 
     >>> def judge(completions, **columns):
     ...     return [float(len(set(text.split()))) for text in completions]
-    >>> trainer.add_callback(GoldGapCallback(trainer=trainer, judge=judge, num_prompts=8, action="stop"))
+    >>> trainer.add_callback(GoldGapCallback(trainer=trainer, judge=judge, num_prompts=64, action="stop"))
 
     Args:
         gold: key of the gold score in the evaluation's metrics. The default is `eval_gold/mean` with `judge`, else the
@@ -143,9 +143,10 @@ class GoldGapCallback(MonitorCallback):
         trainer, judge: for trainers without reward functions (SFT, DPO, KTO); give both. At each evaluation the
             trainer's model greedily answers the first prompts of its evaluation set, from the column `prompt`.
             `judge`, a reward function, async or not, scores the answers; it also gets the other columns. Then
-            `eval_gold/mean` and `eval_gold/std` are logged, and from the second evaluation on `eval_gold/win_rate`.
+            `eval_gold/mean` and `eval_gold/std` are logged, and from the second evaluation on `eval_gold/win_rate` and
+            `eval_gold/tie_rate`.
             `eval_gold/mean` can be the `metric_for_best_model`.
-        num_prompts: number of prompts that `trainer` answers.
+        num_prompts: number of prompts that `trainer` answers. With fewer than about 16 no win rate is significant.
         max_new_tokens: maximum length of these answers, in tokens.
         others: see [`MonitorCallback`].
     """
@@ -212,11 +213,13 @@ class GoldGapCallback(MonitorCallback):
                     yield Finding("the proxy rose more than the gold score", advice, *found)
         # Of a win's variance, 1/4 or less, 1/6 is of the answers now. The prompts and the start policy's answers,
         # which all evaluations share, may make up all of it, so that no number of evaluations lessens their part.
+        # A tie has none, as in a sign test
         own = None
         shared = 0.0
         if rows is not None:
-            own = math.sqrt(1 / (6 * rows))
-            shared = 0.5 / math.sqrt(rows)
+            decided = 1 - (self._number("eval_gold/tie_rate", metrics) or 0.0)
+            own = math.sqrt(decided / (6 * rows))
+            shared = 0.5 * math.sqrt(decided / rows)
         rates = self.follow("win_rate", self._number("eval_gold/win_rate", metrics), error=own)
         if found := rates.below(plus=self.win_rate, error=shared):
             advice = "Go back to the checkpoint with the best gold score."
@@ -244,6 +247,7 @@ class GoldGapCallback(MonitorCallback):
         if starts := self.memory.get("start_scores"):
             pairs = [pair for pair in zip(scores, starts, strict=True) if None not in pair]
             metrics["eval_gold/win_rate"] = fmean(0.5 * ((a > b) + (a >= b)) for a, b in pairs)
+            metrics["eval_gold/tie_rate"] = fmean(a == b for a, b in pairs)
         return metrics, scores
 
 

@@ -93,7 +93,7 @@ class RateController:
     """
 
     FIRST = 0.1  # a first step at a rate that is far too high would be seen only afterwards
-    BOUNDS = (0.01, 100.0)
+    BOUNDS = (0.01, 1000.0)
     # At a rate that suits most rollouts, a single step of a later one can move the policy by nats. So once a KL from
     # the middle of a rollout on is OVERSHOOT times what it should be there (without schedule), the factor stays below
     # half of the largest one of this rollout. Set by a rollout's last step alone, this ceiling did not keep a game

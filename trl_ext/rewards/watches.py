@@ -117,6 +117,7 @@ class GoldJudgeReward(HoldsRewards, Watch):
     - `eval_rewards/gold_judge/mean` and `eval_rewards/gold_judge/std`
     - `eval_gold/win_rate`, from the second evaluation on: the share of answers that score higher than the first
       evaluation's answer to the same prompt; a tie counts one half
+    - `eval_gold/tie_rate`, the share of ties
 
     Set `eval_on_start=True` so that the first evaluation measures the policy before training, the start policy.
 
@@ -175,7 +176,7 @@ class GoldJudgeReward(HoldsRewards, Watch):
                 for old in self._start.get(key, []):
                     wins.append(0.5 * ((score > old) + (score >= old)))
         if wins:
-            log_to(log_metric, {"gold/win_rate": sum(wins) / len(wins)})
+            log_to(log_metric, {"gold/win_rate": sum(wins) / len(wins), "gold/tie_rate": wins.count(0.5) / len(wins)})
         for i, score in zip(rows, judged, strict=True):
             scores[i] = score
         self.write_completions(given["prompts"], given["completions"], judged, trainer_state)

@@ -35,9 +35,17 @@ _MAY_DIFFER = tuple(
     vllm_gpu vllm_group vllm_server
     """.split()
 )
-# Beginnings of differences: an adapter fits one base, a KL is of one reference, the optimizer's state is of these
-# weights, and a count of steps is of one size of steps and rollouts
-_MUST_BE_SAME = ("model: ", "reference", "critic: ", "rows per step: ", "num_mini_batches: ", "num_ppo_epochs: ")
+# Beginnings of differences: an adapter fits one base and its own settings, a KL is of one reference, the optimizer's
+# state is of these weights, and a count of steps is of one size of steps and rollouts
+_MUST_BE_SAME = (
+    "model: ",
+    "adapter ",
+    "reference",
+    "critic: ",
+    "rows per step: ",
+    "num_mini_batches: ",
+    "num_ppo_epochs: ",
+)
 
 
 def fingerprint(args: TrainingArguments, **facts: Any) -> dict[str, Any]:

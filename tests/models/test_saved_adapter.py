@@ -15,7 +15,7 @@ from recipes.merge import main as merge
 from tests.tiny import ON_CPU, length_reward, prompts, tiny_config, tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext import DPOConfig, DPOTrainer, PPOTrainer, save_base_fingerprint
 from trl_ext.dpo import ResumableRewardTrainer, ResumableSFTTrainer, RewardConfig, SFTConfig
-from trl_ext.models import completion_logprobs, load_model, load_tokenizer
+from trl_ext.models import completion_logprobs, load_merged, load_model, load_tokenizer
 from trl_ext.models.loading import load_adapted
 from trl_ext.ppo import load_critic
 
@@ -39,6 +39,20 @@ def logprobs(model):
     """Of one answer."""
     with torch.no_grad():
         return completion_logprobs(model.eval(), [[6, 7, 8]], [[9, 10, 2]])[0]
+
+
+def test_what_is_merged_can_be_trained(sft):
+    merged = load_merged(sft)
+    assert_close(logprobs(merged), logprobs(AutoPeftModelForCausalLM.from_pretrained(sft)))
+    assert all(weight.requires_grad for weight in merged.parameters())
+
+
+def test_a_model_of_frozen_weights_is_refused(sft, tmp_path):
+    model = AutoPeftModelForCausalLM.from_pretrained(sft).merge_and_unload()
+    args = DPOConfig(str(tmp_path), **ON_CPU)
+    trainer = DPOTrainer(model, args=args, train_dataset=PAIRS, processing_class=load_tokenizer(sft))
+    with pytest.raises(ValueError, match="nothing would be trained"):
+        trainer.train()
 
 
 @pytest.mark.slow

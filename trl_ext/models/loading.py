@@ -163,7 +163,12 @@ def load_merged(path: str, **kwargs: Any) -> Any:
     Under ZeRO-3 the adapter stays unmerged, since no process has a whole weight to merge into.
     """
     model = load_adapted(path, **kwargs)
-    return model if is_deepspeed_zero3_enabled() else merge(model)
+    if is_deepspeed_zero3_enabled():
+        return model
+    model = merge(model)
+    for weight in model.parameters():  # as of a model that was loaded whole; PEFT has frozen them
+        weight.requires_grad_(weight.is_floating_point())
+    return model
 
 
 def load_separately(path: str, **kwargs: Any) -> Any:

@@ -155,6 +155,11 @@ class ResumableRun(AgreedControl, BackgroundSaving):
         return steps_of(self)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
+        if not any(weight.requires_grad for weight in self.model.parameters()):
+            raise ValueError(
+                "No weight of the model requires a gradient, so nothing would be trained. PEFT freezes what it "
+                "merges: call `model.requires_grad_(True)`."
+            )
         with Hold(self.args.output_dir):
             if not self._facts:  # only at the first call: training changes what was passed in
                 self._facts = from_first(self._run_facts())  # FSDP may load weights on the first process alone

@@ -49,10 +49,13 @@ def test_what_is_merged_can_be_trained(sft):
 
 def test_a_model_of_frozen_weights_is_refused(sft, tmp_path):
     model = AutoPeftModelForCausalLM.from_pretrained(sft).merge_and_unload()
+    tokenizer = load_tokenizer(sft)
     args = DPOConfig(str(tmp_path), **ON_CPU)
-    trainer = DPOTrainer(model, args=args, train_dataset=PAIRS, processing_class=load_tokenizer(sft))
-    with pytest.raises(ValueError, match="nothing would be trained"):
-        trainer.train()
+    pairs = DPOTrainer(model, args=args, train_dataset=PAIRS, processing_class=tokenizer)
+    ppo = PPOTrainer(model, [length_reward], tiny_config(tmp_path), prompts(), processing_class=tokenizer)
+    for trainer in (pairs, ppo):
+        with pytest.raises(ValueError, match="nothing would be trained"):
+            trainer.train()
 
 
 @pytest.mark.slow

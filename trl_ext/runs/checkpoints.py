@@ -155,7 +155,8 @@ class ResumableRun(AgreedControl, BackgroundSaving):
         return steps_of(self)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
-        if not any(weight.requires_grad for weight in self.model.parameters()):
+        policy = getattr(self.model, "policy", self.model)  # PPO's model has a critic, too
+        if not any(weight.requires_grad for weight in policy.parameters()):
             raise ValueError(
                 "No weight of the model requires a gradient, so nothing would be trained. PEFT freezes what it "
                 "merges: call `model.requires_grad_(True)`."

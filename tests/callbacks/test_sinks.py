@@ -2,9 +2,12 @@
 
 import json
 import socket
+import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import wandb
@@ -78,6 +81,16 @@ def test_tensorboard_and_trackio_get_alerts(tmp_path, monkeypatch):
     runs = EventMultiplexer().AddRunsFromDirectory(str(tmp_path / "runs")).Reload()
     (event,) = runs.Tensors("monitors", "alerts/KLBudgetCallback/text_summary")
     assert "the KL is over its budget (value 11, bound 10)" in event.tensor_proto.string_val[0].decode()
+
+
+def test_tensorboardx_is_enough(tmp_path, monkeypatch):
+    writer = MagicMock()
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.setitem(sys.modules, "tensorboardX", SimpleNamespace(SummaryWriter=writer))
+    over_budget(tiny_config(tmp_path), sinks=["tensorboard"], tolerance=99)
+    writer.assert_called_once_with(f"{tmp_path}/runs/monitors")
+    ((tag, text, step), _) = writer.return_value.__enter__.return_value.add_text.call_args
+    assert (tag, step) == ("alerts/KLBudgetCallback", 1) and "the KL is over its budget" in text
 
 
 def test_a_run_that_reports_to_wandb_alerts_there_if_its_run_is_open(tmp_path, monkeypatch):

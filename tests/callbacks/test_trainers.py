@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+from contextlib import suppress
 
 import pytest
+from accelerate import PartialState
 from datasets import Dataset
 from transformers import EarlyStoppingCallback
 from trl import (
@@ -149,6 +151,30 @@ def test_a_prompt_that_fills_the_context_loses_its_beginning(tmp_path):
     cut = generate_answers(trainer, ["the cat", " ".join(["the cat"] * 40)], 8)  # the context has 64 tokens
     assert [len(ids) for ids in cut["prompt_ids"]] == [2, 56]
     assert max(len(ids) for ids in cut["completion_ids"]) > 1
+
+
+@pytest.mark.parametrize("processes", [4, 8])
+def test_each_prompt_keeps_its_answer_however_the_processes_share_the_prompts(processes, tmp_path, monkeypatch):
+    trainer = sft(tmp_path)
+    asked = ["the cat", "a dog", "it", "very", "the mat"]
+    alone = generate_answers(trainer, asked, 4)
+    assert len({*alone["completions"]}) == 5
+    gathered = []
+
+    def gather(mine):  # the processes come one after the other: the last one gathers what all have
+        gathered.append(mine)
+        if len(gathered) < processes:
+            raise InterruptedError
+        assert len({*map(len, gathered)}) == 1  # else some would wait for others, under ZeRO-3 and FSDP
+        return sum(gathered, [])
+
+    monkeypatch.setattr("trl_ext.callbacks.answers.gather_object", gather)
+    monkeypatch.setitem(PartialState._shared_state, "num_processes", processes)
+    for rank in range(processes):
+        monkeypatch.setitem(PartialState._shared_state, "process_index", rank)
+        with suppress(InterruptedError):
+            together = generate_answers(trainer, asked, 4)
+    assert together == alone
 
 
 # ---- State ----

@@ -81,6 +81,11 @@ def test_the_command_line_overrides_the_file(parse):
     assert parse("path: here", types=(Needed,)).path == "here"
 
 
+def test_a_key_overrides_the_merged_one(parse):
+    parsed = parse("name: a\n<<: [{rate: 1e-5, epochs: 2}, {rate: 3.0, label: on}]\nrate: 1e-6\nverbose: true")
+    assert (parsed.name, parsed.rate, parsed.epochs, parsed.label, parsed.verbose) == ("a", 1e-6, 2, "on", True)
+
+
 def test_what_is_wrong_is_one_line(subtests, parse, capsys):
     lora_like = "output_dir: out\nnum_generations: 3\nper_device_train_batch_size: 1\nuse_cpu: true\nbf16: false"
     for yaml, flags, message in [

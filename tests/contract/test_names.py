@@ -15,7 +15,7 @@ from tests.dpo.worker import make_trl_trainer
 from trl_ext import DPOTrainer, PPOTrainer
 from trl_ext.cli import contract as command
 from trl_ext.upstream.contract import assigned
-from trl_ext.upstream.names import ATTRIBUTES, METHODS, NAMES, TESTED, check_contract
+from trl_ext.upstream.names import ATTRIBUTES, METHODS, NAMES, TESTED, check_contract, temporarily
 
 PACKAGE = Path(trl_ext.__file__).parent
 TRAINERS = [(PPOTrainer, trl.GRPOTrainer), (DPOTrainer, trl.DPOTrainer)]
@@ -169,3 +169,18 @@ def test_command_prints_each_item_and_says_by_its_exit_whether_one_changed(monke
     lines = capsys.readouterr().out.splitlines()
     assert ended.value.code == 1 and " 1 changed since" in lines[-1]
     assert "CHANGED trl.GRPOTrainer._compute_loss: `GRPOTrainer` has no method `_compute_loss`" in lines
+
+
+def test_temporarily_leaves_an_object_as_it_was():
+    class Thing:
+        limit = 1
+
+        def read(self):
+            return self.limit
+
+    thing = Thing()
+    thing.own = 2
+    with pytest.raises(ZeroDivisionError), temporarily(thing, limit=3, read=lambda: 4, own=5, new=6):
+        assert (thing.limit, thing.read(), thing.own, thing.new) == (3, 4, 5, 6)
+        raise ZeroDivisionError
+    assert vars(thing) == {"own": 2}  # and a later change of the class is seen

@@ -59,17 +59,19 @@ def test_a_model_of_frozen_weights_is_refused(sft, tmp_path):
 
 
 @pytest.mark.slow
-def test_ppo_goes_on_from_the_sft_policy_which_is_the_reference(sft, tmp_path, capsys):
+def test_ppo_goes_on_from_the_sft_policy_which_is_the_reference(sft, tmp_path, capsys, caplog):
     """As policy, reference, critic's start and reward model, on one base; resumes; plain PEFT loads what is saved."""
     expected = logprobs(AutoPeftModelForCausalLM.from_pretrained(sft))
     base = sft.replace("c-sft", "base")
     assert (logprobs(AutoModelForCausalLM.from_pretrained(base)) - expected).abs().max() > 0.1
 
     def trainer(**kwargs):
-        args = tiny_config(tmp_path / "out", max_steps=8, save_strategy="steps", save_steps=4, **kwargs)
+        kwargs |= {"save_strategy": "steps", "save_steps": 4, "model_init_kwargs": {"dtype": "float32"}}
+        args = tiny_config(tmp_path / "out", max_steps=8, **kwargs)
         return PPOTrainer(sft, [length_reward], args, prompts(), ref_model=sft)
 
     first = trainer()
+    assert first.args.model_init_kwargs and "will be ignored" not in caplog.text
     policy = first.model.policy
     assert_close(logprobs(policy), expected)
     assert {*policy.peft_config} == {"default", "ref", "critic"} and first.ref_model is None

@@ -204,6 +204,12 @@ def test_a_step_does_not_depend_on_how_it_is_cut(cut, tmp_path):
     assert_close(also, logged, rtol=1e-4, atol=1e-6)
 
 
+def test_several_gpus_without_a_launcher_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(CriticConfig, "n_gpu", 2)
+    with pytest.raises(ValueError, match="One process sees 2 GPUs: use `accelerate launch`"):
+        CriticTrainer(tiny_reward_model(tiny_llama()), critic_config(tmp_path), rows())
+
+
 # ---- Data ----
 
 

@@ -1,5 +1,6 @@
 """`reward_funcs:` of the recipes."""
 
+import pickle
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,24 @@ def test_every_shipped_file_names_rewards_that_need_no_folder_on_the_path(subtes
                 assert callable(load_reward(name))
             except ImportError as error:  # all but what an extra brings can be loaded
                 assert getattr(error.__cause__, "name", None) in ("gymnasium", "reasoning_gym", "textarena"), error
+
+
+CLASS = "class Fixed:\n    __name__ = 'fixed'\n    def __call__(self, completions, **_):\n        return [0.0]\n"
+
+
+def test_a_file_is_executed_once_and_its_rewards_pickle(tmp_path):
+    files = [tmp_path / folder / "rewards.py" for folder in "ab"]
+    for file in files:
+        file.parent.mkdir()
+        file.write_text(f"{CLASS}one, two = Fixed(), Fixed()\n")
+    one, two = (load_reward(f"{files[0]}:{name}") for name in ("one", "two"))
+    assert type(one) is type(two)
+    assert type(load_reward(f"{files[1]}:one")) is not type(one)
+    assert type(pickle.loads(pickle.dumps(one))) is type(one)
+    files[0].write_text("1 / 0")
+    for _ in range(2):  # an edited file is executed again, and one that fails is not kept
+        with pytest.raises(ZeroDivisionError):
+            load_reward(f"{files[0]}:one")
 
 
 # ---- `rewards:` ----

@@ -236,6 +236,18 @@ def test_its_identity_is_that_of_the_weights_or_the_servers_where_it_cannot_say(
         identity(one, model="m", retries=1, on_error="skip")
 
 
+@pytest.mark.parametrize("health", [None, lambda: {"status": "ok"}], ids=["not found", "the proxy's own"])
+def test_behind_a_proxy_the_first_answer_names_the_weights(health):
+    weights = {"now": "xxh3:old"}
+    with serving(lambda body, _: {"scores": [1.0], "identity": weights["now"]}, health) as (url, _):
+        reward = RemoteReward(url)
+        assert url in reward_identity(reward)
+        assert reward(["p"], ["a"]) == [1.0] and "xxh3:old" in reward_identity(reward)
+        weights["now"] = "xxh3:new"
+        with pytest.raises(RewardFailed, match="had the weights xxh3:old and now has xxh3:new"):
+            reward(["p"], ["a"])
+
+
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
 def test_other_weights_in_mid_run_are_said_and_their_scores_are_never_mixed_with_those_of_the_first(on_error):
     """As where a server is started again on a folder that was trained on meanwhile."""

@@ -35,6 +35,11 @@ def rows(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.parametrize("watch", [RepetitionWatch(), PhraseReviewReward(["a"]), ScoreWatch(lambda **_: [])])
+def test_no_completions_have_no_scores(watch):
+    assert call(watch, []) == ([], {})
+
+
 # ---- Repetition ----
 
 

@@ -53,13 +53,13 @@ def generate_answers(trainer: Any, prompts: list, max_new_tokens: int) -> dict[s
                 trainer.model_wrapped, accelerator, gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs
             ) as model,
             # Padded: under ZeRO-3 and FSDP a process without prompts would leave the others waiting
-            accelerator.split_between_processes(prompt_ids, apply_padding=True) as mine,
+            accelerator.split_between_processes([*range(len(prompts))], apply_padding=True) as mine,
         ):
             model = getattr(model, "policy", model)  # PPOTrainer's model keeps a record of what its rollouts draw
             eos = eos_token_ids(model, tokenizer)
             answers = sample(
                 model,
-                mine,
+                [prompt_ids[i] for i in mine],
                 eos,
                 max_new_tokens=min(max_new_tokens, context - max(map(len, prompt_ids))),
                 temperature=0.0,
@@ -67,7 +67,8 @@ def generate_answers(trainer: Any, prompts: list, max_new_tokens: int) -> dict[s
             )
     finally:
         trainer.model.train(was_training)
-    rows = answer_rows(tokenizer, prompts, prompt_ids, gather_object(answers)[: len(prompts)], eos)
+    by_prompt = dict(gather_object([*zip(mine, answers, strict=True)]))  # by number, for the padding is in the middle
+    rows = answer_rows(tokenizer, prompts, prompt_ids, [by_prompt[i] for i in range(len(prompts))], eos)
     return {
         "prompts": prompts,
         "completions": [row["completion"] for row in rows],

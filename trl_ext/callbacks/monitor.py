@@ -109,7 +109,10 @@ def send_to(name: str, alert: Alert, args: Any) -> None:
             if wandb.run is not None:
                 wandb.alert(title=title, text=str(alert), level=severity)  # type: ignore[attr-defined]
         case "tensorboard":
-            from torch.utils.tensorboard import SummaryWriter  # transformers' own writer is closed by the end
+            try:
+                from torch.utils.tensorboard import SummaryWriter  # transformers' own writer is closed by the end
+            except ImportError:  # as transformers does
+                from tensorboardX import SummaryWriter  # type: ignore[no-redef]
 
             folder = os.getenv("TENSORBOARD_LOGGING_DIR") or f"{args.output_dir}/runs"
             with SummaryWriter(f"{folder}/monitors") as writer:

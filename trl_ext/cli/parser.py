@@ -130,8 +130,8 @@ class StrictTrlParser(TrlParser):
         os.environ.update({str(name): str(value) for name, value in variables.items()})
         flags = []
         # Keys and scalars as they are written: YAML takes `on` for true, `no`, one of a field's strings, for false
-        nodes = [(key.value, node) for key, node in root.value if key.value != "env"]
-        for (key, node), value in zip(nodes, config.values(), strict=True):
+        nodes = {key.value: node for key, node in root.value if key.value != "env"}  # `<<` has merged: the last counts
+        for (key, node), value in zip(nodes.items(), config.values(), strict=True):
             if key not in self._names:
                 raise ValueError(f"unknown key {key!r} in the configuration file{did_you_mean(key, self._names)}")
             if isinstance(node, yaml.ScalarNode) and value is not None:

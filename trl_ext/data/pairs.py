@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from datasets import Dataset
 
-from .texts import has_content, is_text, one_form, say
+from .texts import has_content, is_text, one_form, rows_of, say
 
 # Columns that a batch may have besides TRL's own. They are taken out again, since TRL would pass them to the model
 PAIR_COLUMNS = ("margin", "confidence", "weight", "source")
@@ -31,9 +31,10 @@ def usable_pairs(dataset: Dataset, name: str, drop: bool = False) -> Dataset:
             others messages.
     """
     dataset = one_form(dataset, name)
+    columns = ["chosen", "rejected", *(["prompt"] if "prompt" in dataset.column_names else [])]
     wrong = [
         row
-        for row, pair in enumerate(dataset)
+        for row, pair in enumerate(rows_of(dataset, columns))
         if not (has_content(pair["chosen"]) and has_content(pair["rejected"]) and is_text(pair.get("prompt", "")))
         or pair["chosen"] == pair["rejected"]
     ]

@@ -193,6 +193,10 @@ class CriticTrainer(ResumableRun, Trainer):
         check_standalone(model)
         kwargs.setdefault("data_collator", collate)
         super().__init__(model, args, train_dataset=train_dataset, eval_dataset=eval_dataset, **kwargs)
+        if args.n_gpu > 1:  # `nn.DataParallel` would separate packed sequences from the positions in them
+            raise ValueError(
+                f"One process sees {args.n_gpu} GPUs: use `accelerate launch`, or set `CUDA_VISIBLE_DEVICES=0`."
+            )
         if self.processing_class is not None:
             check_pad_token(self.model, self.processing_class)
         disable_dropout(self.model)

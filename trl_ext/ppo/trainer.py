@@ -252,7 +252,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         elif not args.another_samples:
             args = copy.copy(args)  # the caller's `args` stay unchanged
             args.allow_off_policy_sampling = True  # who samples is not known here
-        if is_adapter(model, (args.model_init_kwargs or {}).get("revision")):
+        if is_saved_adapter := is_adapter(model, (args.model_init_kwargs or {}).get("revision")):
             ref_model = None if ref_model == model else ref_model  # a copy of the policy is the same reference
             model, processing_class = load_to_train(model, args, processing_class, peft_config, quantization_config)
             peft_config = quantization_config = None
@@ -263,22 +263,24 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             copy_adapter(model, POLICY, REFERENCE)
 
         self._mistakes = Mistakes()
-        super().__init__(
-            model=model,
-            reward_funcs=reward_funcs,
-            args=args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            reward_processing_classes=reward_processing_classes,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            quantization_config=quantization_config,
-            peft_config=copy.deepcopy(peft_config),  # PEFT writes into it
-            tools=tools,
-            rollout_func=rollout_func,
-            environment_factory=self._guarded(environment_factory, args.tool_timeout),
-        )
+        # `model_init_kwargs` have been used, but TRL would warn that they are ignored
+        with temporarily(args, model_init_kwargs=None) if is_saved_adapter else nullcontext():
+            super().__init__(
+                model=model,
+                reward_funcs=reward_funcs,
+                args=args,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                reward_processing_classes=reward_processing_classes,
+                callbacks=callbacks,
+                optimizers=optimizers,
+                quantization_config=quantization_config,
+                peft_config=copy.deepcopy(peft_config),  # PEFT writes into it
+                tools=tools,
+                rollout_func=rollout_func,
+                environment_factory=self._guarded(environment_factory, args.tool_timeout),
+            )
         if self.environment_factories:
             self._reward_steps({type(pool[0]) for pool in self._environment_pool.values()})
         policy = self.model

@@ -1,5 +1,6 @@
 """Build reward functions from the entries of a configuration file."""
 
+import hashlib
 import importlib
 import importlib.util
 import json
@@ -215,9 +216,18 @@ def _module(place: str) -> ModuleType:
 
 
 def _module_of_file(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"reward_file_{path.stem}", path)
+    """Execute a file as a module, once for all objects in it; again only if the file has changed."""
+    digest = hashlib.blake2b(bytes(path.resolve()) + path.read_bytes(), digest_size=8).hexdigest()
+    name = f"reward_file_{path.stem}_{digest}"  # files with one name pickle, too
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look their module up
-    spec.loader.exec_module(module)
+    sys.modules[name] = module  # dataclasses and pickle look their module up
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module

@@ -124,9 +124,10 @@ class RemoteReward(ServedReward):
                 raise RewardFailed(
                     f"reward '{self.__name__}': {self.url} does not say which weights it serves: {error}"
                 ) from error
-            except ServiceError:  # another kind of server, or a proxy
+            except ServiceError:
                 answer = None
-            self._check_weights(answer)
+            if isinstance(answer, dict) and answer.get("identity"):  # else a proxy may have answered
+                self._check_weights(answer)
         weights = self._weights.get("first")
         where = {"url": self.url, "model": self.model} if weights is None else {"weights": weights}
         names = ("api", "label", "logits", "tokenizer", "eos_token_ids")

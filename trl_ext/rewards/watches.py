@@ -302,6 +302,8 @@ class RepetitionWatch(Watch):
     def __call__(
         self, prompts: list, completions: list, log_metric: Any = None, trainer_state: Any = None, **kwargs: Any
     ) -> list[float | None]:
+        if not completions:
+            return []
         metrics, scores = self.measure(completions)
         log_to(log_metric, metrics)
         self.write_completions(prompts, completions, scores, trainer_state)
@@ -386,6 +388,8 @@ class PhraseReviewReward(Watch):
     def __call__(
         self, prompts: list, completions: list, log_metric: Any = None, trainer_state: Any = None, **kwargs: Any
     ) -> list[float | None]:
+        if not completions:
+            return []
         found = [self._pattern.findall(_composed(text_of(completion))) for completion in completions]
         log_to(log_metric, {"phrase_review/share": sum(map(bool, found)) / len(found)})
         head = {"step": getattr(trainer_state, "global_step", None), "rank": PartialState().process_index}

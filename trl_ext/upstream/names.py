@@ -249,9 +249,9 @@ def temporarily(target: Any, **values: Any) -> Iterator[None]:
     """
     Set attributes of `target` within the `with` block, and restore their old values after it, even after an error.
 
-    An attribute that `target` did not have before is deleted.
+    An attribute that `target` itself did not have before, such as a method of its class, is deleted.
     """
-    saved = {name: getattr(target, name) for name in values if hasattr(target, name)}
+    saved = {name: value for name, value in vars(target).items() if name in values}
     vars(target).update(values)
     try:
         yield

@@ -155,7 +155,7 @@ class ResumableRun(AgreedControl, BackgroundSaving):
         return steps_of(self)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
-        policy = getattr(self.model, "policy", self.model)  # PPO's model has a critic, too
+        policy: Any = getattr(self.model, "policy", self.model)  # PPO's model has a critic, too
         if not any(weight.requires_grad for weight in policy.parameters()):
             raise ValueError(
                 "No weight of the model requires a gradient, so nothing would be trained. PEFT freezes what it "

@@ -42,7 +42,7 @@ def no_default_folder():
     """A recorded run sets the folder of all watches in its process; the next test's watches would write there, too."""
     yield
     if module := sys.modules.get("trl_ext.rewards.watches"):
-        module.Watch.default_folder = None
+        module.CompletionLog.default_folder = None
 
 
 @pytest.fixture

@@ -66,7 +66,8 @@ def test_wheel_has_every_file_that_ships(wheel):
 
 def test_wheel_does_not_need_the_clone(installed):
     code = (
-        "import sys, trl_ext; from trl_ext.runs.shipped import recipe; print(trl_ext.__file__, recipe('ppo').__file__)"
+        "import sys, trl_ext; from trl_ext.runs.package_files import recipe; "
+        "print(trl_ext.__file__, recipe('ppo').__file__)"
     )
     for path in installed("python", "-c", code).split():
         assert Path(path).is_relative_to(installed.environment)

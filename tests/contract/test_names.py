@@ -131,9 +131,9 @@ def test_name_of_ours_that_trl_begins_to_use(monkeypatch):
         self.kl_controller = None
 
     monkeypatch.setattr(trl.GRPOTrainer, "_some_hook", prediction_step, raising=False)
-    monkeypatch.setattr(trl.GRPOTrainer, "_steps_per_rollout", prediction_step, raising=False)
+    monkeypatch.setattr(trl.GRPOTrainer, "_micro_steps_per_rollout", prediction_step, raising=False)
     message = sentence_of(PPOTrainer)
-    assert "`GRPOTrainer` has _steps_per_rollout, kl_controller, which PPOTrainer defines, too" in message
+    assert "`GRPOTrainer` has _micro_steps_per_rollout, kl_controller, which PPOTrainer defines, too" in message
 
 
 @pytest.mark.parametrize(

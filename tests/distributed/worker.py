@@ -213,7 +213,10 @@ def run(workload, inputs, folder, processes, resume=False, parts=1):
     names = ["loss", "grad_norm", "objective/kl", "objective/scores", "val/explained_variance"]
     names += ["sampling/ess", "sampling/clipfrac"]
     names += ["val/baseline_weight", "beta", "logps/drift", "rewards/margins"]
-    controllers = {"separate": ["baseline_gate"], "ppo": ["kl_controller", "rate_controller", "reward_normalizer"]}
+    controllers = {
+        "separate": ["baseline_gate"],
+        "ppo": ["kl_controller", "learning_rate_controller", "reward_normalizer"],
+    }
     return {
         "type": str(trainer.accelerator.distributed_type),
         "processes": trainer.accelerator.num_processes,

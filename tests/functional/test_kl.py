@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from trl_ext.functional import KL_ESTIMATORS, adaptive_kl_coef, kl_estimate, rate_factor, step_kl_sums
+from trl_ext.functional import KL_ESTIMATORS, adaptive_kl_coef, kl_estimate, learning_rate_factor, step_kl_sums
 
 
 def test_kl_estimate_of_worked_example():
@@ -105,6 +105,6 @@ def test_the_rates_factor_leads_to_the_target(steps, rate, goes):
             sizes = [0.3 * rate * each for each in used]
             kl = sum(sizes) ** 2 / 2 if goes == "one way" else sum(size**2 for size in sizes) / 2
             if taken < steps or steps == 1:
-                factor = rate_factor(factor, sum(used) / len(used), kl, target, taken / steps)
+                factor = learning_rate_factor(factor, sum(used) / len(used), kl, target, taken / steps)
     assert target / 3 < kl < target * 3
-    assert rate_factor(0.7, 1.0, 0.0, target, 0.5) == rate_factor(0.7, 1.0, math.nan, target, 0.5) == 0.7
+    assert [learning_rate_factor(0.7, 1.0, kl, target, 0.5) for kl in (0.0, math.nan)] == [0.7, 0.7]

@@ -13,7 +13,7 @@ from trl_ext import PPOTrainer
 from trl_ext.models.actor_critic import ActorCritic, AdapterClassifier
 from trl_ext.models.adapters import CRITIC, AdapterSwitch, add_critic
 from trl_ext.models.loading import Loader
-from trl_ext.ppo.rewards import AdapterReward
+from trl_ext.ppo.reward_calls import AdapterReward
 from trl_ext.ppo.roles import Rewards, add_critic_adapter
 
 LORA = {"r": 2, "target_modules": ["c_attn"], "task_type": "CAUSAL_LM", "fan_in_fan_out": True}

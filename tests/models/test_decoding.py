@@ -21,7 +21,7 @@ from transformers import (
 
 from tests.tiny import tiny_gpt2
 from trl_ext.models import decoding
-from trl_ext.models.decoding import Histories, SamplerRecorder, decode, draw
+from trl_ext.models.decoding import Histories, SamplerRecorder, decode, sample_tokens
 from trl_ext.models.generation import completion_logprobs
 
 SHAPE = {
@@ -180,14 +180,14 @@ def test_a_next_turn_reads_only_what_is_new(name, monkeypatch):
                 decoded = decode(model, recorder, histories=kept, **inputs, generation_config=config)
                 read.append(work.tokens - before)
                 before = work.tokens
-                drawn = decoded[:, inputs["input_ids"].size(1) :]
+                sampled = decoded[:, inputs["input_ids"].size(1) :]
                 if kept is None:
-                    expected = drawn
-            assert_close(drawn, expected, rtol=0, atol=0)
-            mask = torch.isin(drawn, torch.tensor(EOS)).cumsum(1).cumsum(1) <= 1
-            old, new = (taken(recorder, drawn, mask) for recorder in recorders)
+                    expected = sampled
+            assert_close(sampled, expected, rtol=0, atol=0)
+            mask = torch.isin(sampled, torch.tensor(EOS)).cumsum(1).cumsum(1) <= 1
+            old, new = (taken(recorder, sampled, mask) for recorder in recorders)
             assert_close(new, old, rtol=1e-4, atol=1e-5)
-            answers += [row[real].tolist() for row, real in zip(drawn, mask, strict=True)]
+            answers += [row[real].tolist() for row, real in zip(sampled, mask, strict=True)]
             saved += read[0] - read[1]
         assert (saved > 0) == (turn > 0 and name != "sliding window")
         rows = [
@@ -280,7 +280,7 @@ def test_answers_have_their_probability():
     ]
     answers += itertools.product((0, 3, 4), repeat=3)
     for p in range(2):
-        drawn = decoded[p * rows : (p + 1) * rows].tolist()
+        sampled = decoded[p * rows : (p + 1) * rows].tolist()
         χ2, used = 0.0, 0
         for answer in answers:
             ids = torch.cat([prompts[p][mask[p].bool()], torch.tensor(answer)])
@@ -289,7 +289,7 @@ def test_answers_have_their_probability():
             logits[logits < logits.topk(4).values[:, -1:]] = -torch.inf
             logprob = float(log_softmax(logits, -1).gather(1, ids[-len(answer) :, None]).sum())
             expected = rows * math.exp(logprob)
-            is_it = [row == [*answer, *[PAD] * (3 - len(answer))] for row in drawn]
+            is_it = [row == [*answer, *[PAD] * (3 - len(answer))] for row in sampled]
             if expected < 5:
                 continue
             χ2, used = χ2 + (sum(is_it) - expected) ** 2 / expected, used + 1
@@ -307,7 +307,7 @@ def test_draw_takes_each_token_with_its_probability(vocabulary):
     torch.manual_seed(0)
     scores = torch.randn(vocabulary) * 2
     scores[0] = -torch.inf
-    tokens, logprobs = draw(scores.expand(40_000, -1))
+    tokens, logprobs = sample_tokens(scores.expand(40_000, -1))
     assert_close(logprobs, scores.log_softmax(-1)[tokens], rtol=1e-6, atol=1e-6)
     p = scores.softmax(-1).double()
     share = torch.bincount(tokens, minlength=vocabulary) / 40_000
@@ -319,6 +319,6 @@ def test_scores_without_a_distribution_are_refused(value):
     scores = torch.zeros(2, 200)
     scores[1, 150] = value
     with pytest.raises(RuntimeError, match="NaN or inf"):
-        draw(scores)
+        sample_tokens(scores)
     with pytest.raises(RuntimeError, match="NaN or inf"):
-        draw(torch.full((1, 5), -torch.inf))
+        sample_tokens(torch.full((1, 5), -torch.inf))

@@ -158,15 +158,15 @@ def test_the_budget_decides_by_the_bytes_of_the_logits(subtests, monkeypatch):
         ("in bfloat16", {"budget_gb": size / 2 / GIB}, True, "dense"),
         ("a byte less in bfloat16", {"budget_gb": (size / 2 - 1) / GIB}, True, "tiled"),
         ("none", {"budget_gb": 0}, False, "tiled"),
-        ("by the most there may be", {"budget_gb": size / GIB, "most": n + 1}, False, "tiled"),
-        ("by the most, and it fits", {"budget_gb": 2 * size / GIB, "most": 2 * n}, False, "dense"),
+        ("by the most there may be", {"budget_gb": size / GIB, "budget_tokens": n + 1}, False, "tiled"),
+        ("by the most, and it fits", {"budget_gb": 2 * size / GIB, "budget_tokens": 2 * n}, False, "dense"),
     ]:
         with subtests.test(what=what), monkeypatch.context() as context:
-            most = kwargs.pop("most", None)
+            budget_tokens = kwargs.pop("budget_tokens", None)
             model = with_head(BUILDERS["tied"], **kwargs)
             ran = which_ran(model, context)
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                model(**a_batch(), most=most)
+                model(**a_batch(), budget_tokens=budget_tokens)
             assert ran == [expected]
 
 

@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from tests.tiny import WORDS, tiny_config, tiny_gpt2, tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext.models.loading import Loader
 from trl_ext.ppo.controllers import KLController
-from trl_ext.ppo.rewards import CheckedReward, Mistakes
+from trl_ext.ppo.reward_calls import CheckedReward, DeferredErrors
 from trl_ext.ppo.roles import Rewards, make_actor_critic
 from trl_ext.rewards import RewardFailed
 
@@ -84,12 +84,12 @@ def test_with_an_adapter_the_critic_is_another_one_on_the_same_base_unless_it_is
 
 @pytest.mark.parametrize("is_bug", [False, True])
 def test_mistakes_are_raised_together_and_a_failed_reward_is_told_from_a_bug(is_bug):
-    mistakes = Mistakes()
-    mistakes.raise_everywhere(3)  # there are none
+    deferred = DeferredErrors()
+    deferred.raise_everywhere(3)  # there are none
     errors = [RewardFailed("status 503"), *[KeyError("x")] * is_bug]
     for error in errors:
-        CheckedReward(Mock(side_effect=error), "far", mistakes)(prompts=[""], completion_ids=[[1]])
+        CheckedReward(Mock(side_effect=error), "far", deferred)(prompts=[""], completion_ids=[[1]])
     with pytest.raises(RuntimeError, match="At step 3, process 0: reward function 'far': status 503") as raised:
-        mistakes.raise_everywhere(3)
+        deferred.raise_everywhere(3)
     assert (type(raised.value) is RuntimeError) == is_bug and raised.value.__cause__ is errors[0]
-    mistakes.raise_everywhere(4)  # once
+    deferred.raise_everywhere(4)  # once

@@ -87,14 +87,14 @@ def test_policy_and_critic_have_a_backward_pass_each(build, tmp_path, monkeypatc
 
 def log_ratios(trainer):
     """max |log ratio| of each micro-batch, over real tokens."""
-    seen, updated = [], trainer.metrics.updated
+    seen, updated = [], trainer.metrics.add_update
 
     def recording(logprobs, *args):
         inputs = args[-1]
         seen.append(((logprobs - inputs["old_logprobs"]) * inputs["loss_mask"]).abs().max().item())
         updated(logprobs, *args)
 
-    trainer.metrics.updated = recording
+    trainer.metrics.add_update = recording
     trainer.train()
     return seen
 

@@ -259,13 +259,13 @@ def test_each_step_in_a_window_counts_by_its_tokens(tmp_path):
     for logging_steps in (1, 4):
         # The reward gives None for some rows, so minibatches differ in size
         trainer = tiny_ppo(tmp_path / str(logging_steps), policy(), reward, logging_steps=logging_steps)
-        tokens, record = [], trainer.metrics.updated
+        tokens, record = [], trainer.metrics.add_update
 
         def note(*args, tokens=tokens, record=record):
             tokens.append(args[-1]["loss_mask"].sum().item())
             record(*args)
 
-        trainer.metrics.updated = note
+        trainer.metrics.add_update = note
         trainer.train()
         logs.append([row for row in trainer.state.log_history if "policy/approxkl_avg" in row])
     assert (len(logs[0]), len(logs[1])) == (4, 1) and len(set(tokens)) > 1

@@ -221,14 +221,14 @@ def test_a_changed_setting_replaces_what_the_run_has_adapted(tmp_path):
         EachStep(lambda: setattr(trainer.control, "should_training_stop", trainer.state.global_step == 4))
     )
     trainer.train()
-    mean, rate = trainer.reward_normalizer.reference_mean, 1e-3 * trainer.rate_controller.factor
+    mean, rate = trainer.reward_normalizer.reference_mean, 1e-3 * trainer.learning_rate_controller.factor
     change = {"kl_coef": 0.5, "reward_weights": [10.0], "learning_rate": 1e-1}
     trainer = demonstrated(tmp_path, **change)
-    trainer.rate_controller.observe = lambda *given: 0.0  # which would adapt it again
+    trainer.learning_rate_controller.observe = lambda *given: 0.0  # which would adapt it again
     trainer.train(True)
     assert trainer.state.global_step == 8 and trainer.kl_controller.kl_coef == 0.5
     assert trainer.reward_normalizer.reference_mean == pytest.approx(10 * mean)
-    assert 1e-1 * trainer.rate_controller.factor == pytest.approx(rate)
+    assert 1e-1 * trainer.learning_rate_controller.factor == pytest.approx(rate)
 
 
 def test_a_resumed_run_may_give_the_critic_a_rate_of_its_own(a_copy_of):

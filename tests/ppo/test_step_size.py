@@ -8,7 +8,7 @@ from transformers import TrainerCallback
 
 from tests.ppo.worker import lora_trainer, make_trainer, scripted
 from trl_ext.callbacks import request_rate_scale
-from trl_ext.ppo.controllers import RateController
+from trl_ext.ppo.controllers import LearningRateController
 
 FOLLOWS = {"step_kl_target": 0.4, "lr_scheduler_type": "constant", "logging_steps": 1, "num_ppo_epochs": 2}
 
@@ -20,7 +20,7 @@ def logged(trainer, name):
 def test_within_its_step_an_optimizer_has_the_factored_rates():
     weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
     optimizer = torch.optim.SGD([{"params": [w], "lr": rate} for w, rate in zip(weights, (1.0, 10.0), strict=True)])
-    controller = RateController(0.05)
+    controller = LearningRateController(0.05)
     for _ in range(2):  # attached once
         controller.attach(optimizer)
 
@@ -34,26 +34,28 @@ def test_within_its_step_an_optimizer_has_the_factored_rates():
     assert step() == pytest.approx([0.1, 1.0]) and [group["lr"] for group in optimizer.param_groups] == [1.0, 10.0]
     controller.is_on = False
     assert step() == [1.0, 10.0]
-    fixed = RateController(0.0)
+    fixed = LearningRateController(0.0)
     fixed.attach(optimizer)
     fixed.scale(0.5)
     assert step() == [0.5, 5.0]
 
 
 def test_a_small_rollout_has_its_share_of_the_target(tmp_path):
-    assert [RateController(0.1, n).target for n in (8, 64, 256, 1024)] == pytest.approx([0.0125, 0.1, 0.2, 0.2])
+    assert [LearningRateController(0.1, n).target for n in (8, 64, 256, 1024)] == pytest.approx(
+        [0.0125, 0.1, 0.2, 0.2]
+    )
     trainer = make_trainer(tmp_path, step_kl_target=0.4, num_mini_batches=2, per_device_train_batch_size=4)
-    assert trainer.rate_controller.target == pytest.approx(0.05)
+    assert trainer.learning_rate_controller.target == pytest.approx(0.05)
 
 
 def test_long_completions_move_by_a_part_of_the_kl_target(tmp_path):
     adaptive = {"kl_controller": "adaptive", "kl_coef": 0.1, "kl_target": 0.2, "max_steps": 4}
     trainer = make_trainer(tmp_path, **FOLLOWS, **adaptive)
-    observe, seen = trainer.rate_controller.observe, []
-    trainer.rate_controller.observe = lambda sums, *given: seen.append(sums) or observe(sums, *given)
+    observe, seen = trainer.learning_rate_controller.observe, []
+    trainer.learning_rate_controller.observe = lambda sums, *given: seen.append(sums) or observe(sums, *given)
     trainer.train()
     last = torch.stack(seen[-trainer.args.num_mini_batches :]).sum(0)
-    (_, choices, _, completions), controller = last.tolist(), trainer.rate_controller
+    (_, choices, _, completions), controller = last.tolist(), trainer.learning_rate_controller
     assert completions == trainer.args.batch_size
     assert controller.present_target * choices / completions == pytest.approx(2.5 * trainer.args.step_kl_target * 0.2)
     controller.observe(torch.tensor([0.0, 0.01, 1.0, 1.0]), 0, 1)  # hardly a choice
@@ -62,7 +64,7 @@ def test_long_completions_move_by_a_part_of_the_kl_target(tmp_path):
 
 def test_a_factor_rises_freely_until_the_target_was_in_reach():
     """Afterwards by half where the KL is near the target, to the double where it is far below, hardly at rest."""
-    controller, factors = RateController(0.1), []
+    controller, factors = LearningRateController(0.1), []
     for kl in (0.001, 0.03, 0.01, 0.0001):  # in reach with the second
         for taken in (0, 1):
             controller.observe(torch.tensor([kl, 1.0, 1.0, 1.0]), taken, 1)
@@ -81,7 +83,7 @@ def test_rates_a_factor_of_hundred_apart_become_one(build, tmp_path):
         rates.append(rate * statistics.median(logged(trainer, "learning_rate/factor")[-4:]))
         kls.append(statistics.median(logged(trainer, "policy/step_kl")[-4:]))
     assert rates[1] / 4 < rates[0] < 4 * rates[1]
-    target = trainer.rate_controller.target * 3 / 4  # before the last of four steps
+    target = trainer.learning_rate_controller.target * 3 / 4  # before the last of four steps
     assert all(target / 4 < kl < target * 4 for kl in kls)
     assert set(logged(trainer, "policy/step_kl_target")) == {target}
 
@@ -101,17 +103,17 @@ def test_the_kl_does_not_depend_on_the_micro_batches(level, tmp_path):
 def test_a_single_step_on_a_rollout_is_measured_after_it(tmp_path):
     single = {"num_mini_batches": 1, "num_ppo_epochs": 1, "per_device_train_batch_size": 8}
     trainer = make_trainer(tmp_path, **{**FOLLOWS, **single}, learning_rate=1e-3, max_steps=10)
-    observe, seen = trainer.rate_controller.observe, []
-    trainer.rate_controller.observe = lambda *given: seen.append(given[1]) or observe(*given)
+    observe, seen = trainer.learning_rate_controller.observe, []
+    trainer.learning_rate_controller.observe = lambda *given: seen.append(given[1]) or observe(*given)
     trainer.train()
     assert seen == [0, 1] * 10  # also at the ends of data epochs
-    target = trainer.rate_controller.target
+    target = trainer.learning_rate_controller.target
     assert target / 2 < statistics.fmean(logged(trainer, "policy/step_kl")[-5:]) < target * 2
 
 
 def test_a_learning_rate_that_overshot_does_not_come_back_soon():
     """KL is c · factor², and c is a hundred times as large in each tenth rollout."""
-    controller, high, kls = RateController(0.1), [], []
+    controller, high, kls = LearningRateController(0.1), [], []
     for rollout in range(120):
         c, used = 1.0 if rollout % 10 == 9 else 0.01, []
         for taken in range(4):
@@ -122,7 +124,7 @@ def test_a_learning_rate_that_overshot_does_not_come_back_soon():
                 kls.append(c * controller.factor**2)  # had the whole rollout kept its first factor
                 high.append(controller.factor)
         if rollout == 19:
-            resumed = RateController(0.1)
+            resumed = LearningRateController(0.1)
             resumed.load_state_dict(controller.state_dict())
             assert resumed.ceiling == controller.ceiling < 10
     assert max(high[:10]) > 2  # what suits nine rollouts of ten
@@ -131,7 +133,7 @@ def test_a_learning_rate_that_overshot_does_not_come_back_soon():
 
 def test_the_kl_is_that_of_the_last_pass():
     """KL = c · (sum of factors)² at each minibatch, of which some have hardly a choice."""
-    controller, used = RateController(0.1, minibatches=4), []
+    controller, used = LearningRateController(0.1, minibatches=4), []
     for taken, choices in enumerate([5.0, 0.5, 1.0, 9.0, 0.0, 3.0, 2.0, 7.0]):
         kl = 0.02 * sum(used) ** 2
         sums = torch.tensor([kl * choices, choices, 1.0, 1.0], dtype=torch.float64)
@@ -142,7 +144,7 @@ def test_the_kl_is_that_of_the_last_pass():
 
 def test_a_ceiling_from_a_passing_overshoot_does_not_stay():
     """KL is c · factor², with a c a thousand times as large in three rollouts."""
-    controller, factors = RateController(0.1), []
+    controller, factors = LearningRateController(0.1), []
     for rollout in range(80):
         c = 10.0 if 3 <= rollout < 6 else 0.01
         for taken in (0, 1):
@@ -159,7 +161,7 @@ def test_where_all_scores_are_equal_nothing_is_learned_of_the_rate(tmp_path):
 
     trainer = make_trainer(tmp_path, same, **FOLLOWS, kl_coef=0.0, lam=1.0, max_steps=8)
     trainer.train()
-    assert set(logged(trainer, "learning_rate/factor")) == {RateController.FIRST}
+    assert set(logged(trainer, "learning_rate/factor")) == {LearningRateController.FIRST}
 
 
 @pytest.mark.parametrize(
@@ -171,8 +173,8 @@ def test_the_logged_learning_rate_is_the_one_that_was_used(shape, tmp_path):
 
     class Reads(TrainerCallback):
         def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
-            trainer.rate_controller.attach(trainer.optimizer)  # its hook first
-            inner = trainer.rate_controller._hooked
+            trainer.learning_rate_controller.attach(trainer.optimizer)  # its hook first
+            inner = trainer.learning_rate_controller._hooked
             inner.register_step_pre_hook(lambda optimizer, *_: used.append(optimizer.param_groups[0]["lr"]))
 
     trainer.add_callback(Reads())
@@ -186,11 +188,11 @@ def test_the_logged_learning_rate_is_the_one_that_was_used(shape, tmp_path):
 def test_a_schedule_and_a_callback_shrink_the_target(tmp_path):
     """At a tenth of the rate a hundredth of the KL is wanted, so the factor stays as it is."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=10.0)
-    for schedule, lowered in ((0.1, 1.0), (1.0, 0.1)):
-        controller = RateController(0.05)
+    for schedule, requested_scale in ((0.1, 1.0), (1.0, 0.1)):
+        controller = LearningRateController(0.05)
         controller.attach(optimizer)
         optimizer.param_groups[0] |= {"initial_lr": 10.0, "lr": 10.0 * schedule}
-        controller.factor, controller.lowered = 1.0, lowered
+        controller.factor, controller.requested_scale = 1.0, requested_scale
         controller.observe(torch.tensor([0.0, 1.0, 1.0, 1.0]), 0, 1)
         controller.observe(torch.tensor([0.0005, 1.0, 1.0, 1.0]), 1, 1)
         assert controller.factor == pytest.approx(1.0)
@@ -202,4 +204,4 @@ def test_a_schedule_and_a_callback_shrink_the_target(tmp_path):
     trainer = make_trainer(tmp_path, max_steps=1, step_kl_target=0.0)
     trainer.add_callback(Asks())
     trainer.train()
-    assert trainer.rate_controller.applied == 0.5
+    assert trainer.learning_rate_controller.factor_in_use == 0.5

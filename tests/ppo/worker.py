@@ -87,7 +87,7 @@ def end_state(trainer):
         "weights": weights(trainer),
         "optimizer": optimizer_state(trainer),
         "kl_controller": trainer.kl_controller.state_dict(),
-        "rate_controller": trainer.rate_controller.state_dict(),
+        "learning_rate_controller": trainer.learning_rate_controller.state_dict(),
         "reward_normalizer": trainer.reward_normalizer.state_dict(),
         "baseline_gate": trainer.baseline_gate.state_dict(),
         "episodes": trainer.metrics.episodes,
@@ -102,13 +102,13 @@ def rows_of(trainer):
 
 def collected(trainer):
     """Every `Rollout` that the trainer collects for training, as it goes."""
-    seen, observe = [], trainer.metrics.collected
+    seen, observe = [], trainer.metrics.add_rollout
 
     def watch(rollout, *args):
         seen.append(rollout)
         observe(rollout, *args)
 
-    trainer.metrics.collected = watch
+    trainer.metrics.add_rollout = watch
     return seen
 
 

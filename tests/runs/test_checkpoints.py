@@ -9,7 +9,7 @@ import pytest
 from trl import SFTConfig
 
 from trl_ext.runs.checkpoints import checkpoint_to_resume, differences, fingerprint
-from trl_ext.runs.control import STOPPED, forget_stop, stop_of, write_stop
+from trl_ext.runs.control import STOPPED, delete_stop, read_stop, write_stop
 from trl_ext.runs.marker import MARKER, delete_old, newest_complete, read_marker, write_marker
 
 
@@ -99,11 +99,11 @@ def test_a_token_is_no_setting_of_a_run_also_in_trls_own_arguments(tmp_path):
 
 
 def test_a_stop_is_told_also_by_a_record_that_cannot_be_read(tmp_path):
-    assert stop_of(str(tmp_path), "look") is None
+    assert read_stop(str(tmp_path), "look") is None
     write_stop(str(tmp_path), "KLBudgetCallback", 8, "too far")
     assert json.loads((tmp_path / STOPPED).read_text())["step"] == 8
-    assert "KLBudgetCallback ended this run at step 8 (too far)" in stop_of(str(tmp_path), "look")
+    assert "KLBudgetCallback ended this run at step 8 (too far)" in read_stop(str(tmp_path), "look")
     (tmp_path / STOPPED).write_text("{")
-    assert "A monitor ended this run" in stop_of(str(tmp_path), "look")
-    forget_stop(str(tmp_path))
+    assert "A monitor ended this run" in read_stop(str(tmp_path), "look")
+    delete_stop(str(tmp_path))
     assert not (tmp_path / STOPPED).exists()

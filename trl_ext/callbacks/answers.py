@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from ..models import answer_rows, context_of, eos_token_ids, prompt_token_ids, sample
 from ..rewards.member import awaited, text_of, words_of
-from ..rewards.watches import RepetitionWatch, Watch, numbers_of
+from ..rewards.watches import CompletionLog, RepetitionWatch, numbers_of
 from ..runs.files import JSONLWriter, from_first, on_first
 from ..upstream.names import unwrap_model_for_generation
 from .metrics import metrics_of
@@ -55,7 +55,7 @@ def generate_answers(trainer: Any, prompts: list, max_new_tokens: int) -> dict[s
             # Padded: under ZeRO-3 and FSDP a process without prompts would leave the others waiting
             accelerator.split_between_processes([*range(len(prompts))], apply_padding=True) as mine,
         ):
-            model = getattr(model, "policy", model)  # PPOTrainer's model keeps a record of what its rollouts draw
+            model = getattr(model, "policy", model)  # PPOTrainer's model keeps a record of what its rollouts sample
             eos = eos_token_ids(model, tokenizer)
             answers = sample(
                 model,
@@ -96,7 +96,7 @@ class AnswersCallback(TrainerCallback):
     prompts: list[Any]
 
     def __post_init__(self) -> None:
-        self._watch = Watch()
+        self._completion_log = CompletionLog()
         self._step = -1
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -110,7 +110,7 @@ class AnswersCallback(TrainerCallback):
         given = generate_answers(self.trainer, self.prompts, max_new_tokens=128)
         if state.is_world_process_zero:
             nothing: list[dict[str, Any]] = [{} for _ in self.prompts]
-            self._watch.write_rows(self.prompts, given["completions"], nothing, state.global_step)
+            self._completion_log.write_rows(self.prompts, given["completions"], nothing, state.global_step)
 
     on_train_end = on_evaluate
 

@@ -21,7 +21,7 @@ from .trend import ALPHA
 
 ATTRIBUTION = "attribution.json"  # what the run's page shows of it
 _ERRORS = 2.5  # standard errors between what a feature was paid and its lower bound
-_TOLD = 0.25  # part of the rise that is worth a line on the terminal
+_REPORTED = 0.25  # part of the rise that is worth a line on the terminal
 _LETTERS = 1000  # of a completion on the page
 
 
@@ -121,7 +121,7 @@ class HackWatch(MonitorCallback):
             for each in found.paid
             if each.is_bad
             and (each.kind != "phrase" or each.now >= self.spread)
-            and (each.kind != "character" or each.part >= _TOLD)
+            and (each.kind != "character" or each.part >= _REPORTED)
         ]
         bound = sum(each.paid for each in bad) - _ERRORS * math.hypot(*(each.error for each in bad))
         self.memory["risk"] = min(max(bound / found.rise, 0.0), 1.0)
@@ -140,7 +140,7 @@ class HackWatch(MonitorCallback):
             words = each.in_words(found.sigma)
             what = f"the reward pays for {'less of ' * (each.effect < 0)}{each.what}"
             is_new = not each.is_expected and what not in self.memory.get("raised", {})
-            if is_new and each.part >= _TOLD and each.paid > _ERRORS * each.error:
+            if is_new and each.part >= _REPORTED and each.paid > _ERRORS * each.error:
                 self._note(what, f"{words}.")
             curve = self.memory.setdefault("curves", {}).setdefault(each.name, [[0, each.first]])
             curve.append([self.step, each.now])
@@ -180,8 +180,8 @@ class HackWatch(MonitorCallback):
         elif self.memory.get("gold_rose"):
             self.memory["risk"] = 0.0  # whatever it pays for, answers are better than they were
         if (risk := self.memory.get("risk", 0.0)) > self.limit:
-            said = [*filter(None, [fallen]), *self.memory["reasons"], f"Score +{rise:.1f} σ"]
-            advice = f"{'. '.join(said)}. Compare completions of the first rollouts with those of the last."
+            reported = [*filter(None, [fallen]), *self.memory["reasons"], f"Score +{rise:.1f} σ"]
+            advice = f"{'. '.join(reported)}. Compare completions of the first rollouts with those of the last."
             yield Finding("the reward rises as in a hack", advice, risk, self.limit)
 
 

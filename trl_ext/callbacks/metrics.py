@@ -100,9 +100,9 @@ def answers_in_log(args: Any, logging_steps: int) -> float | None:
         args: the trainer's arguments.
         logging_steps: optimizer steps from one log to the next.
     """
-    if drawn := getattr(args, "generation_batch_size", None):
+    if completions := getattr(args, "generation_batch_size", None):
         rollouts = max(1, logging_steps // rollout_steps(args))
-        return max(1, drawn // (getattr(args, "num_generations", None) or 1)) * rollouts
+        return max(1, completions // (getattr(args, "num_generations", None) or 1)) * rollouts
     if "explained_variance" in metrics_of(args):
         return args.train_batch_size * args.gradient_accumulation_steps * args.world_size * logging_steps
     return None

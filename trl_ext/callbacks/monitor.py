@@ -17,11 +17,11 @@ from transformers.utils import logging
 from ..runs.control import (
     STOPPED,
     Stopped,
+    forbid_saving,
+    read_stop,
     request_kl_scale,
     request_rate_scale,
-    spoil,
-    spoilt,
-    stop_of,
+    saving_forbidden,
     write_stop,
 )
 from ..runs.files import REGISTRY, RUNBOOK, JSONLWriter, finite, from_first, on_first
@@ -234,7 +234,7 @@ class MonitorCallback(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         registry = state.stateful_callbacks.setdefault(REGISTRY, {})
         name = type(self).__name__
-        if stopped := on_first(stop_of, args.output_dir, f"delete {STOPPED}"):  # our trainers have asked before
+        if stopped := on_first(read_stop, args.output_dir, f"delete {STOPPED}"):  # our trainers have asked before
             raise Stopped(f"{stopped}.")
         if name in registry:
             memory = registry[name]["attributes"]["memory"]
@@ -270,7 +270,7 @@ class MonitorCallback(TrainerCallback):
         transformers resets requests when a step begins, and may request a checkpoint when an epoch ends. If the
         weights must not be saved, a stop without a checkpoint is requested instead.
         """
-        if spoilt(state):
+        if saving_forbidden(state):
             control.should_training_stop = True
             control.should_save = control.should_evaluate = control.should_log = False
         elif self._owes_save:
@@ -481,12 +481,12 @@ class MonitorCallback(TrainerCallback):
             control.should_training_stop = True
             if not self.saves:
                 how = "find the cause, then resume from the newest checkpoint"
-                spoil(state, f"{type(self).__name__} ended this run at step {self.step} ({what}): {how}.")
+                forbid_saving(state, f"{type(self).__name__} ended this run at step {self.step} ({what}): {how}.")
                 control.should_evaluate = False
             if self._args.should_save:
                 write_stop(self._args.output_dir, type(self).__name__, self.step, what)
         if action in ("save", "stop"):
-            control.should_save = self._owes_save = not spoilt(state)
+            control.should_save = self._owes_save = not saving_forbidden(state)
 
     def _send(self, alert: Alert, state: Any) -> None:
         alert = Alert(**redacted(vars(alert)))  # it may cite the error of a judge behind a URL

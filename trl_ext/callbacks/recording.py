@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 from transformers.utils import logging
 
 from ..data import first_prompts, save_trained_prompts
-from ..rewards.watches import Watch
+from ..rewards.watches import CompletionLog
 from ..runs.files import PRIVATE_FOLDER, REGISTRY, JSONLWriter, from_first, whole_file, without_nan
 from ..runs.redaction import redacted
 from ..upstream.packages import need
@@ -67,7 +67,7 @@ class JSONLCallback(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         folder = self.folder or (Path(args.output_dir) / PRIVATE_FOLDER if args.push_to_hub else args.output_dir)
-        Watch.default_folder = str(folder)
+        CompletionLog.default_folder = str(folder)
         if self._writer is None and (self.every_process or state.is_world_process_zero):
             self._writer = JSONLWriter(Path(folder) / f"metrics.rank{PartialState().process_index}.jsonl")
         self._introduced, self._tokens = False, None  # tokens so far, and the time in seconds
@@ -143,7 +143,7 @@ class SamplesCallback(TrainerCallback):
         scores = {name: first(column) for name, column in table["rewards"].items()}
         by_row = zip(*scores.values(), strict=True)
         rows = without_nan([dict(zip(scores, row, strict=True)) for row in by_row])
-        Watch().write_rows(first(table["prompt"]), first(table["completion"]), rows, state.global_step - 1)
+        CompletionLog().write_rows(first(table["prompt"]), first(table["completion"]), rows, state.global_step - 1)
 
 
 # ---- Exports ----

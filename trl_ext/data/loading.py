@@ -10,7 +10,7 @@ from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 from datasets.exceptions import DatasetGenerationError
 
 from ..runs.files import whole_file, without_nan
-from ..runs.shipped import find
+from ..runs.package_files import find
 from .splits import hold_out_prompts
 
 _BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}

@@ -343,6 +343,6 @@ def is_expected(name: str, expected: Sequence[str]) -> bool:
     True
     """
     kind, _, of = name.partition(":")
-    said = f" {of} "
+    words = f" {of} "
     phrases = (f" {' '.join(_parts(each[7:]))} " for each in expected if kind == "phrase" == each.partition(":")[0])
-    return name in expected or kind in expected or any(said in each or each in said for each in phrases)
+    return name in expected or kind in expected or any(words in each or each in words for each in phrases)

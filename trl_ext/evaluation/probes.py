@@ -271,9 +271,9 @@ def _changes(
     places = [(answer, picker.choice(_ends(answer))) for answer in answers]
     for phrase in dict.fromkeys(phrases):
         picker = random.Random(f"{seed} control {phrase}")
-        said = f" {' '.join(WORD.findall(phrase.casefold()))} "
+        words = f" {' '.join(WORD.findall(phrase.casefold()))} "
         changed = [
-            None if said in f" {' '.join(WORD.findall(answer.casefold()))} " else _with(answer, phrase, place)
+            None if words in f" {' '.join(WORD.findall(answer.casefold()))} " else _with(answer, phrase, place)
             for answer, place in places
         ]
         control = [_with(answer, _like(phrase, answers, picker), place) for answer, place in places]

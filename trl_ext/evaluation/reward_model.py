@@ -395,13 +395,13 @@ def ranking_report(scores: Sequence[Sequence[float]], ranks: Sequence[Sequence[f
         - `spearman` and `spearman_interval`: the mean of ρ, and its 95 % bootstrap interval over prompts. ρ is 0 for a
           prompt whose scores are all equal, and 1 if scores and people order its answers alike.
     """
-    told = []
+    ranked = []
     for own, given in zip(scores, ranks, strict=True):
         if len({*given}) > 1:
-            told.append((own, [-rank for rank in given]))
-    if not told:
+            ranked.append((own, [-rank for rank in given]))
+    if not ranked:
         return None
-    rho = torch.tensor([spearmanr(own, given).statistic if len({*own}) > 1 else 0.0 for own, given in told])
+    rho = torch.tensor([spearmanr(own, given).statistic if len({*own}) > 1 else 0.0 for own, given in ranked])
     found = {"prompts": len(rho), "all_tied": len(scores) - len(rho)}
     return {**found, "spearman": rho.mean().item(), "spearman_interval": bootstrap_interval(rho)}
 

@@ -20,7 +20,7 @@ from .dpo import (
 )
 from .ensemble import disagreement, ensemble_score
 from .importance import effective_sample_size, importance_weights
-from .kl import KL_ESTIMATORS, adaptive_kl_coef, kl_estimate, rate_factor, step_kl_sums
+from .kl import KL_ESTIMATORS, adaptive_kl_coef, kl_estimate, learning_rate_factor, step_kl_sums
 from .logprobs import logprobs_and_entropies
 from .losses import approx_kl, policy_loss, value_loss
 from .masking import last_token_index, masked_mean, masked_sum, position_ids, turn_numbers, turn_starts, turn_sums
@@ -34,7 +34,7 @@ from .moments import (
     whiten,
     whitening_scale,
 )
-from .sequential import scatter, share_error, spent_level, student_quantile, unexplained_error
+from .significance import scatter, share_error, spent_level, student_quantile, unexplained_error
 
 __all__ = [
     "KL_ESTIMATORS",
@@ -68,7 +68,7 @@ __all__ = [
     "preference_drift",
     "preference_logits",
     "preference_loss",
-    "rate_factor",
+    "learning_rate_factor",
     "scatter",
     "sequence_logprobs",
     "share_error",

@@ -57,13 +57,13 @@ def importance_weights(
     highest = clip_max if clip_max is not None else math.inf
     mask = mask.bool()
     dtype = torch.promote_types(logprobs.dtype, torch.float32)
-    new, drawn = (x.detach().to(dtype).masked_fill(~mask, 0.0) for x in (logprobs, sampler_logprobs))
-    if not drawn.isfinite().all():
+    new, sampler = (x.detach().to(dtype).masked_fill(~mask, 0.0) for x in (logprobs, sampler_logprobs))
+    if not sampler.isfinite().all():
         raise ValueError(
-            f"sampler_logprobs must be finite at real tokens, got {drawn[~drawn.isfinite()][0].item()}; mask out "
+            f"sampler_logprobs must be finite at real tokens, got {sampler[~sampler.isfinite()][0].item()}; mask out "
             "tokens that the sampler cannot have sampled."
         )
-    log_ratio = new - drawn
+    log_ratio = new - sampler
     if level == "sequence":
         log_ratio = log_ratio.sum(1, keepdim=True)
     ratio = log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()

@@ -122,7 +122,7 @@ def step_kl_sums(logprobs: Tensor, old_logprobs: Tensor, entropies: Tensor, acti
     )
 
 
-def rate_factor(factor: float, mean: float, kl: float, target: float, share: float) -> float:
+def learning_rate_factor(factor: float, mean: float, kl: float, target: float, share: float) -> float:
     """Return the factor of the learning rate that lets the updates of a rollout end at a KL of `target`.
 
     The KL grows as the square of the learning rate. After a share s of a rollout's steps, it is s² of the final KL if

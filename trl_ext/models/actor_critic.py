@@ -232,7 +232,7 @@ class ActorCritic(nn.Module):
         self.rewards = nn.ModuleDict(rewards or {})
         self.adapters = adapters
         self.sampler_recorder: SamplerRecorder | None = None  # set while a rollout records log-probs
-        self.histories: Histories | None = None  # set while a rollout draws several turns
+        self.histories: Histories | None = None  # set while a rollout samples several turns
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -147,7 +147,7 @@ class Histories:
 _BLOCK = 128  # tokens: a sum over blocks and one within a block are more exact than one over the whole vocabulary
 
 
-def draw(scores: Tensor) -> tuple[Tensor, Tensor]:
+def sample_tokens(scores: Tensor) -> tuple[Tensor, Tensor]:
     """
     Sample one token for each row, with probability P(v) = exp(s_v) / Σ_u exp(s_u).
 
@@ -213,7 +213,7 @@ class TokenSampler(LogitsProcessor):
 
     def __init__(self) -> None:
         self._steps: list[Tensor] = []
-        self._draws = False
+        self._do_sample = False
 
     @contextmanager
     def attached(self, model: Any) -> Iterator[None]:
@@ -222,7 +222,7 @@ class TokenSampler(LogitsProcessor):
         def with_sampler(generation_config: GenerationConfig, *args: Any, **kwargs: Any) -> LogitsProcessorList:
             processors = get_processors(generation_config, *args, **kwargs)
             processors.append(self)
-            self._draws = generation_config.do_sample
+            self._do_sample = generation_config.do_sample
             generation_config.do_sample = False  # in `generate`'s copy, so that it takes the largest score: ours
             return processors
 
@@ -233,10 +233,10 @@ class TokenSampler(LogitsProcessor):
             del model._get_logits_processor
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        if not self._draws:
+        if not self._do_sample:
             self._steps.append(scores.amax(-1) - scores.logsumexp(-1))
             return scores
-        tokens, logprobs = draw(scores)
+        tokens, logprobs = sample_tokens(scores)
         self._steps.append(logprobs)
         return scores.scatter_(1, tokens[:, None], torch.inf)
 
@@ -255,10 +255,10 @@ class SamplerRecorder:
     """Keep the tokens sampled in a rollout, and their log-probs after logits warpers such as top-k."""
 
     def __init__(self) -> None:
-        self._drawn: list[tuple[Tensor, Tensor]] = []  # (B, T) ids and log-probs of each batch of prompts
+        self._sampled: list[tuple[Tensor, Tensor]] = []  # (B, T) ids and log-probs of each batch of prompts
 
     def add(self, ids: Tensor, logprobs: Tensor) -> None:
-        self._drawn.append((ids, logprobs))
+        self._sampled.append((ids, logprobs))
 
     def take(self, answers: list[list[int]]) -> list[list[float]] | None:
         """
@@ -266,12 +266,12 @@ class SamplerRecorder:
 
         Return None if `answers` are not the tokens that were sampled, because other code has changed them.
         """
-        drawn = [row for batch, _ in self._drawn for row in batch.tolist()]
-        logprobs = [row for _, batch in self._drawn for row in batch.tolist()]
-        self._drawn = []
-        if len(drawn) != len(answers):
+        sampled = [row for batch, _ in self._sampled for row in batch.tolist()]
+        logprobs = [row for _, batch in self._sampled for row in batch.tolist()]
+        self._sampled = []
+        if len(sampled) != len(answers):
             return None
-        if any(row[: len(answer)] != answer for row, answer in zip(drawn, answers, strict=True)):
+        if any(row[: len(answer)] != answer for row, answer in zip(sampled, answers, strict=True)):
             return None
         return [row[: len(answer)] for row, answer in zip(logprobs, answers, strict=True)]
 
@@ -299,7 +299,7 @@ def decode(
     config = inputs.get("generation_config")
     base = base_model_of(policy)
     other_ways = {"assistant_model", "custom_generate"} & inputs.keys()
-    if args or other_ways or config is None or "input_ids" not in inputs or not _draws_answers(base, config):
+    if args or other_ways or config is None or "input_ids" not in inputs or not _decodes_token_by_token(base, config):
         return policy.generate(*args, **inputs)
     ends = [] if config.eos_token_id is None else config.eos_token_id
     eos = torch.tensor(ends, device=inputs["input_ids"].device, dtype=torch.long)
@@ -316,7 +316,7 @@ def decode(
     return sequences
 
 
-def _draws_answers(base: Any, config: GenerationConfig) -> bool:
+def _decodes_token_by_token(base: Any, config: GenerationConfig) -> bool:
     """
     Return whether `generate` with this config samples or decodes greedily (no beams, no assistant model), returns only
     a tensor of tokens, and `base` is a decoder-only model.

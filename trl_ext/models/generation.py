@@ -83,10 +83,10 @@ def warn_of_turn_end(tokenizer: Any, ends: Iterable[int], setting: str) -> None:
         setting: the setting that the warning advises, as a format string such as `"stop_token_id: {id}"` or
             `"eos_token: {token!r}"`.
     """
-    said = "trl_ext"
-    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}]
+    reply = "trl_ext"
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": reply}]
     try:
-        _, is_there, after = tokenizer.apply_chat_template(turns, tokenize=False).rpartition(said)
+        _, is_there, after = tokenizer.apply_chat_template(turns, tokenize=False).rpartition(reply)
     except TemplateError:  # a template that takes no such turns
         return
     end = next(iter(tokenizer(after.lstrip(), add_special_tokens=False)["input_ids"]), None)
@@ -154,12 +154,12 @@ def sample(
     Returns:
         Token ids of each answer, up to and including its EOS, if it has one.
     """
-    drawn = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
+    sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
     config = GenerationConfig(
         max_new_tokens=max_new_tokens,
         eos_token_id=list(eos_token_ids) or None,
         pad_token_id=_PAD,
-        **(drawn if temperature else {"do_sample": False}),
+        **(sampling if temperature else {"do_sample": False}),
     )
     size = batch_size or max(len(prompt_ids), 1)
     answers = []

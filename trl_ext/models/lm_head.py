@@ -35,9 +35,9 @@ def add_dense_lm_head(model: Any, temperature: float = 1.0, budget_gb: float = 1
     If the N tokens' logits exceed the budget, TRL's head computes the same results tile by tile. This takes less
     memory, but more time, since the logits are computed once more in the backward pass.
 
-    With the argument `most`, the logits of `most` tokens are compared with the budget, instead of those of N tokens.
-    Pass it on sharded models, where N differs between processes: all processes must choose the same head, since the
-    two heads gather different weights.
+    With the argument `budget_tokens`, the logits of so many tokens are compared with the budget, instead of those of N
+    tokens. Pass it on sharded models, where N differs between processes: all processes must choose the same head,
+    since the two heads gather different weights.
 
     Args:
         model: a causal language model after TRL's `add_fused_lm_head`, not its PEFT wrapper.
@@ -54,12 +54,12 @@ def add_dense_lm_head(model: Any, temperature: float = 1.0, budget_gb: float = 1
         predicts: Tensor | None = None,
         targets: Tensor | None = None,
         with_entropies: bool = False,
-        most: int | None = None,
+        budget_tokens: int | None = None,
         **kwargs: Any,
     ) -> Any:
         if predicts is None or targets is None:
             return tiled(*args, fused_lm_head=fused_lm_head, **kwargs)
-        numbers = (most or len(predicts)) * self.config.get_text_config().vocab_size
+        numbers = (budget_tokens or len(predicts)) * self.config.get_text_config().vocab_size
         kwargs["use_cache"] = False
         if numbers * _dtype_of_logits(self, predicts.device).itemsize > budget_gb * GIB:
             with _backbone_gives(self.base_model, predicts):

@@ -374,7 +374,7 @@ class Loader:
     def is_deepspeed(self) -> bool:
         return self.accelerator.distributed_type == DistributedType.DEEPSPEED
 
-    def again(self, load: Callable[..., Any]) -> Callable[[], Any] | None:
+    def reloader(self, load: Callable[..., Any]) -> Callable[[], Any] | None:
         """
         Return a function that loads the policy's weights again by `load`; None if the policy has no path.
 

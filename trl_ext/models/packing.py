@@ -121,19 +121,19 @@ def pack(
     )
 
 
-def distribute(sizes: list[int], hidden_size: int, most: int) -> list[list[int]]:
+def distribute(sizes: list[int], hidden_size: int, max_sequences: int) -> list[list[int]]:
     """
     Distribute rows over K sequences, the longest row first, each to the sequence that is shortest so far; choose the K
     whose forward pass costs least.
 
     The cost of K sequences of C tokens is about proportional to K · C · (6 · hidden_size + C): for each token a layer
     uses some 12 · hidden_size² weights, and attention reads 2 · hidden_size · C numbers, masked or not. K is first
-    `most`, then half of it (rounded up), and so on down to 1.
+    `max_sequences`, then half of it (rounded up), and so on down to 1.
 
     Args:
         sizes: number of tokens of each of the B rows.
         hidden_size: hidden size of the model.
-        most: the largest K that is tried.
+        max_sequences: the largest K that is tried.
 
     Returns:
         For each of the K sequences, the list of its rows' indices.
@@ -141,20 +141,21 @@ def distribute(sizes: list[int], hidden_size: int, most: int) -> list[list[int]]
     order = sorted(range(len(sizes)), key=lambda row: -sizes[row])
     best = []
     least = float("inf")
+    count = max_sequences
     while True:
-        sequences: list[list[int]] = [[] for _ in range(most)]
-        tokens = [0] * most
+        sequences: list[list[int]] = [[] for _ in range(count)]
+        tokens = [0] * count
         for row in order:
             shortest = tokens.index(min(tokens))
             sequences[shortest].append(row)
             tokens[shortest] += sizes[row]
-        cost = most * max(tokens) * (6 * hidden_size + max(tokens))
+        cost = count * max(tokens) * (6 * hidden_size + max(tokens))
         if cost < least:
             best = sequences
             least = cost
-        if most == 1:
+        if count == 1:
             return best
-        most = -(-most // 2)
+        count = -(-count // 2)
 
 
 @torch.no_grad()

@@ -71,7 +71,7 @@ class RolloutTrainer(GRPOTrainer):
         """Let TRL generate and score answers to the dataset rows `inputs`; return all that PPO needs of them."""
         self._actor_critic.train_adapters()
         histories = Histories(self.args.local_rollout_forward_batch_size) if self.tools else None
-        self._collection = Collection(inputs, Calls(self.args.tool_timeout, self._mistakes), histories)
+        self._collection = Collection(inputs, Calls(self.args.tool_timeout, self._errors), histories)
         try:
             super()._generate_and_score_completions(inputs)
         finally:
@@ -84,10 +84,10 @@ class RolloutTrainer(GRPOTrainer):
     def _generate(self, prompts: list) -> tuple:
         collection = self._collection
         if self.environments is not None:
-            self._mistakes.raise_everywhere(self.state.global_step)  # of `reset`
+            self._errors.raise_everywhere(self.state.global_step)  # of `reset`
         if self.tools:
             for name in ("_sync_tool_dicts", "_async_tool_dicts"):
-                setattr(self, name, collection.calls.watch(getattr(self, name), self.environments))
+                setattr(self, name, collection.calls.wrap(getattr(self, name), self.environments))
         output = super()._generate(prompts)
         prompt_ids, answers, tool_mask, completions, logprobs, *_ = output
         collection.prompt_ids = prompt_ids
@@ -126,9 +126,9 @@ class RolloutTrainer(GRPOTrainer):
         if longest >= context:
             error = ValueError("shorten the prompt, or use a policy with a longer context")
             what = f"a prompt with the text that `reset` returned has {longest} tokens, the policy's context {context}"
-            self._mistakes.note(what, error)
+            self._errors.add(what, error)
         if not self._collection.calls.turn:
-            self._mistakes.raise_everywhere(self.state.global_step)
+            self._errors.raise_everywhere(self.state.global_step)
 
     def _generate_answers(
         self, prompt_ids: list, *args: Any, **kwargs: Any
@@ -143,7 +143,7 @@ class RolloutTrainer(GRPOTrainer):
         if self._ahead is not None:
             if self.model.training:
                 return self._vllm_server.answered(self._ahead.take(prompt_ids))
-            self._ahead.settle()  # TRL may send the server new weights
+            self._ahead.wait_for_all()  # TRL may send the server new weights
         with self.metrics.timed("generate"):
             if self.use_vllm:
                 answers = generate(prompt_ids, *args, **kwargs)
@@ -369,7 +369,7 @@ class RolloutTrainer(GRPOTrainer):
         names = [self.reward_func_names[i] for i in order]
         with self.metrics.timed("score"), temporarily(self, reward_funcs=functions, reward_func_names=names):
             rewards = super()._calculate_rewards(rows, prompts, completions, completion_ids)
-        self._mistakes.raise_everywhere(self.state.global_step)
+        self._errors.raise_everywhere(self.state.global_step)
         return rewards[:, torch.tensor(order).argsort().to(rewards.device)]
 
     def _local(self, gathered: Tensor) -> Tensor:

@@ -12,9 +12,9 @@ from ..functional import (
     adaptive_kl_coef,
     critic_weight,
     empty_moments,
+    learning_rate_factor,
     merge_moments,
     moments,
-    rate_factor,
     variance,
     whiten,
     whitening_scale,
@@ -75,7 +75,7 @@ class KLController:
             self.kl_coef = state["kl_coef"]
 
 
-class RateController:
+class LearningRateController:
     """
     Scale the learning rates so that the updates on each rollout move the policy by a KL of about `target`.
 
@@ -87,7 +87,7 @@ class RateController:
             certain of, as [`step_kl_sums`] counts it.
         episodes: number of episodes n in a rollout, all processes. The target is multiplied by n/64 if n < 64, since
             the gradient is then noisier; by n/128 if n > 128, but at most by 2.
-        most: largest KL by which a rollout's updates may move the policy, in nats per completion. The target is
+        kl_limit: largest KL by which a rollout's updates may move the policy, in nats per completion. The target is
             lowered if it exceeds this bound, as it does where completions have many choices.
         minibatches: number of minibatches in a rollout; the KL is measured over the last that many.
     """
@@ -104,14 +104,14 @@ class RateController:
     # too large a step. A ceiling of 1.02 throughout held a run for 6,000 episodes at a fifteenth of the target
     RISES = ((0.25, 1.5, 1.02), (0.01, 2.0, 1.1), (-math.inf, 1.1, 1.02))
 
-    def __init__(self, target: float, episodes: int = 64, most: float = math.inf, minibatches: int = 1):
+    def __init__(self, target: float, episodes: int = 64, kl_limit: float = math.inf, minibatches: int = 1):
         self.target = target * min(episodes / 64, max(1.0, episodes / 128), 2.0)
-        self.most = most
+        self.kl_limit = kl_limit
         self.minibatches = minibatches
         self._choices = 0.0  # of a completion, in the last pass
         self.factor = self.FIRST if target else 1.0
-        self.lowered = 1.0  # by callbacks
-        self.is_found = False  # whether the target has been in reach
+        self.requested_scale = 1.0  # by callbacks
+        self.was_near_target = False  # whether the target has been in reach
         self.ceiling = math.inf  # of the factor
         self.is_on = True  # off where the policy is not trained
         self.used = 1.0  # factor of the last optimizer step
@@ -130,7 +130,7 @@ class RateController:
 
         def before(optimizer: Any, *_: Any) -> None:
             rates[:] = [group["lr"] for group in optimizer.param_groups]
-            self.used = self.applied
+            self.used = self.factor_in_use
             for group in optimizer.param_groups:
                 group["lr"] = group["lr"] * self.used
 
@@ -142,10 +142,10 @@ class RateController:
         optimizer.register_step_post_hook(after)
 
     @property
-    def applied(self) -> float:
+    def factor_in_use(self) -> float:
         if not self.is_on:
             return 1.0
-        return self.factor if self.target else self.lowered
+        return self.factor if self.target else self.requested_scale
 
     def scale(self, factor: float) -> None:
         """
@@ -153,7 +153,7 @@ class RateController:
 
         If the rates follow a KL `target`, multiply the target by factor² instead.
         """
-        self.lowered *= factor
+        self.requested_scale *= factor
 
     @property
     def schedule(self) -> float:
@@ -164,7 +164,7 @@ class RateController:
     @property
     def present_target(self) -> float:
         """Return the KL at which the rollout's updates should end, in nats per choice; 0 if rates are not adapted."""
-        return min(self.target, self.most / max(self._choices, 1e-6)) * (self.schedule * self.lowered) ** 2
+        return min(self.target, self.kl_limit / max(self._choices, 1e-6)) * (self.schedule * self.requested_scale) ** 2
 
     def observe(self, sums: Tensor, taken: int, steps: int) -> float:
         """
@@ -189,12 +189,12 @@ class RateController:
         target = self.present_target
         share = taken / steps
         if taken and target and kl > 0 and sums[2] > 0:
-            factor = rate_factor(self.factor, sum(self._used) / taken, kl, target, share)
+            factor = learning_rate_factor(self.factor, sum(self._used) / taken, kl, target, share)
             ratio = kl / (share**2 * target)
-            self.is_found |= 2 * taken >= steps and ratio > 0.25
+            self.was_near_target |= 2 * taken >= steps and ratio > 0.25
             _, rise, recovery = next(row for row in self.RISES if ratio > row[0])
-            highest = self._used[0] * rise if self.is_found else self.BOUNDS[1]
-            if 2 * taken >= steps and ratio * (self.schedule * self.lowered) ** 2 > self.OVERSHOOT:
+            highest = self._used[0] * rise if self.was_near_target else self.BOUNDS[1]
+            if 2 * taken >= steps and ratio * (self.schedule * self.requested_scale) ** 2 > self.OVERSHOOT:
                 self.ceiling = min(self.ceiling, max(self._used) / 2)
             highest = min(max(highest, self.factor), self.ceiling)
             self.factor = max(self.BOUNDS[0], min(factor, self.BOUNDS[1], highest))
@@ -210,12 +210,14 @@ class RateController:
             self.ceiling *= ratio
 
     def state_dict(self) -> dict[str, Any]:
-        names = "factor", "lowered", "is_found", "ceiling", "target"
+        names = "factor", "requested_scale", "was_near_target", "ceiling", "target"
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        names = "factor", "lowered", "is_found", "ceiling"
-        for name in names if self.target and state["target"] else ("lowered",):  # a run without a target has no factor
+        names = "factor", "requested_scale", "was_near_target", "ceiling"
+        for name in (
+            names if self.target and state["target"] else ("requested_scale",)
+        ):  # a run without a target has no factor
             setattr(self, name, state[name])
 
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from ..rewards.scores import finite_number
 from ..upstream.names import get_callable_name
-from .rewards import Mistakes
+from .reward_calls import DeferredErrors
 
 
 class TooSlow(TimeoutError):
@@ -87,16 +87,16 @@ class Calls:
 
     Args:
         timeout: seconds that a call may take; None for no limit.
-        mistakes: collects the errors of environments' `_step_reward`, to be raised on all processes.
+        errors: collects the errors of environments' `_step_reward`, to be raised on all processes.
     """
 
-    def __init__(self, timeout: float | None, mistakes: Mistakes):
+    def __init__(self, timeout: float | None, errors: DeferredErrors):
         self.timeout = timeout
-        self.mistakes = mistakes
+        self.errors = errors
         self.turn = -1  # the turn that is being sampled
         self.rewards: dict[int, list[tuple[int, float]]] = defaultdict(list)  # of each row: turn and reward
 
-    def watch(self, tools: list[dict[str, Callable]], environments: list | None) -> list[dict[str, Callable]]:
+    def wrap(self, tools: list[dict[str, Callable]], environments: list | None) -> list[dict[str, Callable]]:
         """
         Wrap each row's tools, which are given by name, and return them in the same form.
 
@@ -104,11 +104,11 @@ class Calls:
         `_step_reward`. `environments` has one environment for each row; None if there are none.
         """
         return [
-            {name: self._watched(row, tool, environments and environments[row]) for name, tool in of_row.items()}
+            {name: self._wrapped(row, tool, environments and environments[row]) for name, tool in of_row.items()}
             for row, of_row in enumerate(tools)
         ]
 
-    def _watched(self, row: int, tool: Callable, environment: Any) -> Callable:
+    def _wrapped(self, row: int, tool: Callable, environment: Any) -> Callable:
         what = f"tool {getattr(tool, '__name__', type(tool).__name__)}"
 
         @functools.wraps(tool)
@@ -139,7 +139,7 @@ class Calls:
                     reward = finite_number(limited(environment._step_reward, self.timeout, "it"), f"completion {row}")
                     self.rewards[row].append((self.turn, reward))
                 except Exception as error:
-                    self.mistakes.note(f"`{type(environment).__name__}._step_reward`, row {row}", error)
+                    self.errors.add(f"`{type(environment).__name__}._step_reward`, row {row}", error)
 
     def token_rewards(self, row: int, tool_mask: list[int]) -> list[float]:
         """
@@ -148,7 +148,7 @@ class Calls:
         In `tool_mask`, 1 is a token that the policy sampled; a turn is an unbroken run of 1s.
         """
         following = [*tool_mask[1:], 0]
-        ends = [t for t, drawn in enumerate(tool_mask) if drawn and not following[t]]
+        ends = [t for t, is_sampled in enumerate(tool_mask) if is_sampled and not following[t]]
         rewards = [0.0] * len(tool_mask)
         for turn, reward in self.rewards[row]:
             rewards[ends[min(turn, len(ends) - 1)]] += reward
@@ -185,7 +185,7 @@ class NoEnvironment:
         return None
 
 
-def guarded(factory: Callable[[], Any], timeout: float | None, mistakes: Mistakes) -> Callable[[], Any]:
+def guarded(factory: Callable[[], Any], timeout: float | None, errors: DeferredErrors) -> Callable[[], Any]:
     """
     Wrap an environment factory: collect errors of the factory and of `reset`, to raise them later on all processes.
 
@@ -195,14 +195,14 @@ def guarded(factory: Callable[[], Any], timeout: float | None, mistakes: Mistake
     Args:
         factory: a class, or a function without arguments.
         timeout: seconds that `reset` and `get_reward` may take; None for no limit.
-        mistakes: collects the errors.
+        errors: collects the errors.
     """
 
     def make() -> Any:
         try:
             environment = factory()
         except Exception as error:
-            mistakes.note(f"environment {get_callable_name(factory)} could not be made", error)
+            errors.add(f"environment {get_callable_name(factory)} could not be made", error)
             return NoEnvironment()
         name = type(environment).__name__
         ask = cast(Any, getattr(environment, "get_reward", None))
@@ -212,7 +212,7 @@ def guarded(factory: Callable[[], Any], timeout: float | None, mistakes: Mistake
                 return limited(original, timeout, f"`{name}.reset`", *given, **copy.deepcopy(row))
             except Exception as error:
                 shown = {key: value for key, value in row.items() if key != "prompt"}
-                mistakes.note(f"`{name}.reset` failed for the row {shown!r:.200}", error)
+                errors.add(f"`{name}.reset` failed for the row {shown!r:.200}", error)
 
         async def get_reward() -> Any:  # TRL asks whether the method is async
             return await limited_async(ask(), timeout, f"`{name}.get_reward`")

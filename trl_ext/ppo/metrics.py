@@ -26,7 +26,7 @@ from .rollout import Rollout
 # GRPO logs these; for PPO they would be wrong, or repeat another metric
 GRPO_ONLY_METRICS = ("kl", "frac_reward_zero_std", "reward", "reward_std")
 
-_ADDED = "rollout_metrics: "  # marks the metrics that a subclass adds, which replace ours of the same name
+_CUSTOM = "rollout_metrics: "  # marks the metrics that a subclass adds, which replace ours of the same name
 
 
 class Accumulator:
@@ -98,7 +98,7 @@ class PPOMetrics:
         self.episodes = self.episodes_at_start = 0  # completions of all processes: all, and when `train` was resumed
         self._seconds: dict[str, float] = defaultdict(float)  # spent in each phase since the last report
         self._inner_seconds = 0.0
-        self._tokens = 0.0  # drawn by all processes since the last report
+        self._tokens = 0.0  # sampled by all processes since the last report
 
     # ---- Observing ----
 
@@ -124,7 +124,7 @@ class PPOMetrics:
         finally:
             self._seconds = defaultdict(float, seconds)
 
-    def collected(
+    def add_rollout(
         self,
         rollout: Rollout,
         scores: Tensor,
@@ -155,12 +155,12 @@ class PPOMetrics:
             self.train.add("_residuals", returns - rollout.values, rollout.mask)
             self.train.add("_returns", returns, rollout.mask)
 
-    def added(self, metrics: dict[str, float]) -> None:
+    def add_custom(self, metrics: dict[str, float]) -> None:
         """Add the metrics that the trainer's `rollout_metrics` returned."""
         for name, value in metrics.items():
-            self.train.add(_ADDED + name, value)
+            self.train.add(_CUSTOM + name, value)
 
-    def evaluated(self, rollout: Rollout, rows: Tensor) -> None:
+    def add_evaluation(self, rollout: Rollout, rows: Tensor) -> None:
         """
         Add a batch of an evaluation to the metrics.
 
@@ -199,10 +199,10 @@ class PPOMetrics:
         for name, rewards in zip(self.reward_names, rollout.rewards_per_func.unbind(1), strict=True):
             stats.add(f"rewards/{name}", rewards, ~rewards.isnan() & rows)
         if rollout.sampler_logprobs is not None:
-            self._sampled(stats, rollout.sampler_logprobs, rollout.logprobs, tokens)
+            self._add_sampling(stats, rollout.sampler_logprobs, rollout.logprobs, tokens)
 
     @torch.no_grad()
-    def updated(
+    def add_update(
         self,
         logprobs: Tensor,
         entropies: Tensor,
@@ -232,7 +232,7 @@ class PPOMetrics:
         stats.add("val/ratio", log_ratio.exp(), actions)
 
     @torch.no_grad()
-    def critic_updated(self, value: tuple[Tensor, Tensor], mask: Tensor) -> None:
+    def add_critic_update(self, value: tuple[Tensor, Tensor], mask: Tensor) -> None:
         """
         Add a micro-batch of a critic update to the metrics.
 
@@ -245,18 +245,18 @@ class PPOMetrics:
         self.train.add("val/clipfrac_avg", value[1].float(), mask)
 
     @torch.no_grad()
-    def sampled(self, sampler_logprobs: Tensor, logprobs: Tensor, mask: Tensor) -> None:
+    def add_sampling(self, sampler_logprobs: Tensor, logprobs: Tensor, mask: Tensor) -> None:
         """
         Compare the sampler's log-probs with those of training's forward pass (`logprobs`) where `mask` is 1; add
         their difference and the KL to the metrics. All are (B, T), log-probs in nats.
         """
-        self._sampled(self.train, sampler_logprobs, logprobs, mask)
+        self._add_sampling(self.train, sampler_logprobs, logprobs, mask)
 
-    def _sampled(self, stats: Accumulator, sampler_logprobs: Tensor, logprobs: Tensor, mask: Tensor) -> None:
+    def _add_sampling(self, stats: Accumulator, sampler_logprobs: Tensor, logprobs: Tensor, mask: Tensor) -> None:
         stats.add("sampling/logprob_difference", sampler_logprobs - logprobs, mask)
         stats.add("sampling/kl", kl_estimate(sampler_logprobs, logprobs, "k3"), mask)
 
-    def weighted(self, rollout: Rollout, weights: Tensor, is_outside: Tensor, actions: Tensor) -> None:
+    def add_importance_weights(self, rollout: Rollout, weights: Tensor, is_outside: Tensor, actions: Tensor) -> None:
         """
         Add a rollout's importance weights to the metrics, and the share of weights that a bound has changed.
 
@@ -299,7 +299,7 @@ class PPOMetrics:
         """
         moments = (self.train if mode == "train" else self.eval).pop(self.accelerator)
         report: dict[str, float] = {}
-        added = {name.removeprefix(_ADDED): moments.pop(name) for name in [*moments] if name.startswith(_ADDED)}
+        custom = {name.removeprefix(_CUSTOM): moments.pop(name) for name in [*moments] if name.startswith(_CUSTOM)}
         residuals = moments.pop("_residuals", None)
         returns = moments.pop("_returns", None)
         if residuals is not None and returns is not None and variance(returns) > 0:
@@ -330,7 +330,7 @@ class PPOMetrics:
                 report[f"{name}_max"] = max(-minimum, maximum)
             if name == "val/ratio":
                 report["val/ratio_var"] = variance(value).item()
-        return report | {name: value[1].item() for name, value in added.items()}
+        return report | {name: value[1].item() for name, value in custom.items()}
 
     def state_dict(self) -> dict[str, Any]:
         return {"train": self.train.state_dict(), "episodes": self.episodes}

@@ -86,7 +86,7 @@ class Passes:
         is_critic = hasattr(unwrapped(model), "score")  # a critic alone
         is_sharded = self.accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP)
         if is_sharded and not is_critic:
-            inputs["most"] = packed.shape[0] * self.args.max_completion_length
+            inputs["budget_tokens"] = packed.shape[0] * self.args.max_completion_length
         with self.accelerator.autocast():
             if "output_router_logits" in asked:  # the experts' loss is over real tokens
                 inputs["attention_mask"] = packed.mask

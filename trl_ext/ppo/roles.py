@@ -42,7 +42,7 @@ from ..rewards.model import ModelReward, load_classifier, load_reward_model, log
 from ..runs.settings import refuse
 from ..upstream.names import add_fused_lm_head, create_model_from_path, get_config_model_id, is_deepspeed_zero3_enabled
 from .config import PPOConfig
-from .rewards import AdapterReward, CheckedReward, Mistakes
+from .reward_calls import AdapterReward, CheckedReward, DeferredErrors
 
 
 def check_roles(model: Any, reward_funcs: list, value_model: Any, peft_config: Any, critic_peft_config: Any) -> list:
@@ -135,7 +135,7 @@ def make_reference(loader: Loader, ref_model: Any, args: PPOConfig, tokenizer: A
         load = load_merged if is_adapter(ref_model) else create_model_from_path
         reference = load(ref_model, **loader.kwargs)
     elif ref_model is None:
-        reference = unpatched_copy(loader.policy, "the reference", loader.again(create_model_from_path))
+        reference = unpatched_copy(loader.policy, "the reference", loader.reloader(create_model_from_path))
     else:
         reference = ref_model
     if vocabulary_of(reference) < vocabulary_of(loader.policy):
@@ -210,7 +210,7 @@ class Rewards:
                     self.functions[i] = loader.placed(load_separately(reward.path, **loader.kwargs), shard=False)
         return heads
 
-    def critics(self) -> list[int]:
+    def critic_candidates(self) -> list[int]:
         """
         Return the indices of the reward models that a critic may be copied from: those with the policy's tokenizer and
         a weight other than 0.
@@ -233,9 +233,9 @@ class Rewards:
         actor_critic: ActorCritic,
         args: PPOConfig,
         eos_token_ids: list[int],
-        mistakes: Mistakes,
+        errors: DeferredErrors,
         forward: Callable,
-        own_draws: Callable[[], AbstractContextManager],
+        own_random_state: Callable[[], AbstractContextManager],
     ) -> list[Callable]:
         """
         Wrap each reward, models included, in a [`CheckedReward`].
@@ -244,12 +244,12 @@ class Rewards:
             actor_critic: holds the reward models that share the policy's base.
             args: the trainer's configuration.
             eos_token_ids: the tokens that end a completion.
-            mistakes: collects the errors of reward functions.
+            errors: collects the errors of reward functions.
             forward: `forward(name, input_ids, attention_mask)` returns the (B,) scores of rows by the reward model
                 `name`, which shares the policy's base. It runs the actor-critic inside its FSDP or DeepSpeed wrapper.
-            own_draws: makes a context with a separate random state. Functions of weight 0 run in this context, so that
-                training samples as it would without them. They do not run in the background: a thread would use the
-                generator that training uses.
+            own_random_state: makes a context with a separate random state. Functions of weight 0 run in this context,
+                so that training samples as it would without them. They do not run in the background: a thread would
+                use the generator that training uses.
         """
         result: list[Callable] = []
         for i, (reward, tokenizer, name) in enumerate(zip(self.functions, self.tokenizers, self.names, strict=True)):
@@ -273,7 +273,7 @@ class Rewards:
                     chat_template_kwargs=args.chat_template_kwargs,
                     name=checked_name(None, name),  # a folder's name may have spaces
                 )
-            result.append(CheckedReward(reward, name, mistakes, own_draws if self.only_measures[i] else None))
+            result.append(CheckedReward(reward, name, errors, own_random_state if self.only_measures[i] else None))
         return result
 
 
@@ -365,7 +365,7 @@ def add_critic_adapter(
         origin = f"`value_model` {value_model}"
     else:
         add_critic(policy, config)
-        for i in rewards.critics():
+        for i in rewards.critic_candidates():
             if i in heads and copy_adapter(policy, f"reward_{i}", CRITIC):
                 head = copy.deepcopy(heads[i]).float().requires_grad_(True)
                 origin = f"a copy of reward model '{rewards.names[i]}'"
@@ -392,12 +392,12 @@ def make_critic(loader: Loader, rewards: Rewards, value_model: Any) -> tuple[Any
         critic = value_model
         origin = "`value_model`"
     else:
-        for i in rewards.critics():
+        for i in rewards.critic_candidates():
             # The reward's own tokenizer: the policy's may have got another pad token since
             critic = _critic_from_reward(loader, unwrapped(rewards.functions[i]), rewards.tokenizers[i])
             if critic is not None:
                 return critic, f"a copy of reward model '{rewards.names[i]}'"
-        critic = critic_from_policy(loader.policy, loader.again(load_classifier))
+        critic = critic_from_policy(loader.policy, loader.reloader(load_classifier))
         origin = "the policy's backbone with a zero head"
     check_critic(critic, rewards.policy_tokenizer)
     if vocabulary_of(critic) != vocabulary_of(loader.policy):
@@ -414,8 +414,8 @@ def _critic_from_reward(loader: Loader, reward: Any, tokenizer: Any) -> PreTrain
     if isinstance(reward, PeftModel):  # its configuration names the base's path, not its own
         return None
     path = get_config_model_id(reward.config)
-    again = partial(load_classifier, path, **loader.kwargs) if path else None
-    critic = unpatched_copy(reward, "the critic", again)
+    load_again = partial(load_classifier, path, **loader.kwargs) if path else None
+    critic = unpatched_copy(reward, "the critic", load_again)
     try:
         check_critic(critic, tokenizer)
     except ValueError:

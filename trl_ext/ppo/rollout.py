@@ -63,7 +63,7 @@ class Rollout:
     repeats: Tensor | None = None
 
     @property
-    def drawn(self) -> Tensor:
+    def sampled(self) -> Tensor:
         """Return `completion_mask` without the tokens of tools and environments, (B, T): what the policy sampled."""
         return self.completion_mask if self.tool_mask is None else self.completion_mask * self.tool_mask
 
@@ -75,7 +75,7 @@ class Rollout:
     @property
     def mask(self) -> Tensor:
         """Return the (B, T) mask of the tokens to train on: sampled by the policy, in rows that have a score."""
-        return self.drawn * self.valid[:, None]
+        return self.sampled * self.valid[:, None]
 
     @cached_property
     def k1(self) -> Tensor:
@@ -104,12 +104,12 @@ class Rollout:
             return None
         assert self.sampler_logprobs is not None
         bounds = args.importance_sampling_clip_min, args.importance_sampling_clip_max
-        ours = self.logprobs
-        drawn = self.sampler_logprobs
+        logprobs = self.logprobs
+        sampler_logprobs = self.sampler_logprobs
         if args.gae_level == "turn" and mode.startswith("token"):  # a turn is one action
-            ours = turn_sums(ours, self.drawn)
-            drawn = turn_sums(drawn, self.drawn)
-        return importance_weights(ours, drawn, self.drawn, mode, *bounds)
+            logprobs = turn_sums(logprobs, self.sampled)
+            sampler_logprobs = turn_sums(sampler_logprobs, self.sampled)
+        return importance_weights(logprobs, sampler_logprobs, self.sampled, mode, *bounds)
 
     def rows_for_training(
         self, advantages: Tensor, returns: Tensor, weights: Tensor | None = None

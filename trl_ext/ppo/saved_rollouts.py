@@ -16,7 +16,7 @@ from ..models.generation import answer_texts
 from ..upstream.names import is_conversational
 from .controllers import RewardNormalizer
 from .critic_trainer import CriticConfig
-from .rewards import CheckedReward, Mistakes
+from .reward_calls import CheckedReward, DeferredErrors
 from .rollout import sequence_scores, summed_token_scores
 
 _CHECKED = 256  # rows whose text is compared with their token ids
@@ -41,10 +41,10 @@ def with_finished(dataset: Dataset, tokenizer: Any, eos_token_ids: list[int]) ->
     finished = [ids[-1] in eos_token_ids for ids in completions]
     stated = dataset["finished"][:] if "finished" in dataset.column_names else finished
     texts = answer_texts(tokenizer, completions[:_CHECKED], eos_token_ids)
-    said = dataset.select(range(len(texts)))["completion"][:] if "completion" in dataset.column_names else texts
-    said = [text if isinstance(text, str) else text[-1]["content"] for text in said]
+    expected = dataset.select(range(len(texts)))["completion"][:] if "completion" in dataset.column_names else texts
+    expected = [text if isinstance(text, str) else text[-1]["content"] for text in expected]
     wrong = [row for row, (a, b) in enumerate(zip(finished, stated, strict=True)) if a != b]
-    wrong += [row for row, (a, b) in enumerate(zip(texts, said, strict=True)) if a != b]
+    wrong += [row for row, (a, b) in enumerate(zip(texts, expected, strict=True)) if a != b]
     if wrong:
         raise ValueError(
             f"the token ids of rollout {wrong[0]} do not match its columns: this tokenizer decodes them to another "
@@ -80,8 +80,8 @@ def score_rollouts(
         RuntimeError: a function failed, or returned something that is not a score.
     """
     processes = PartialState()
-    mistakes = Mistakes()
-    wrapped = [CheckedReward(function, name, mistakes) for function, name in zip(functions, names, strict=True)]
+    errors = DeferredErrors()
+    wrapped = [CheckedReward(function, name, errors) for function, name in zip(functions, names, strict=True)]
     size = -(-len(dataset) // processes.num_processes)
     first = processes.process_index * size
     # Equally many calls on each process, as a sharded reward model needs: copies of the first rows fill up the last
@@ -96,7 +96,7 @@ def score_rollouts(
             if any(failed):
                 by_row[row] = (None,) * len(wrapped)
         rows += zip(by_row, zip(*(function.token_scores for function in wrapped), strict=True), strict=True)
-        mistakes.raise_everywhere(0)
+        errors.raise_everywhere(0)
     rows = (gather_object(rows) if processes.num_processes > 1 else rows)[: len(dataset)]
     whole = [[math.nan if score is None else score for score in scores] for scores, _ in rows]
     by_function = [[tokens[f] for _, tokens in rows] for f in range(len(functions))]

@@ -63,7 +63,7 @@ from ..models.weights import (
     weights_identity,
 )
 from ..runs.checkpoints import ResumableRun
-from ..runs.control import spoilt, take_kl_scale, take_rate_scale
+from ..runs.control import saving_forbidden, take_kl_scale, take_rate_scale
 from ..runs.output_dir import Hold
 from ..upstream.names import (
     RepeatSampler,
@@ -73,21 +73,21 @@ from ..upstream.names import (
     temporarily,
 )
 from . import gradients
-from .collection import RolloutTrainer
-from .config import PPOConfig
-from .controllers import BaselineGate, KLController, RateController, RewardNormalizer
-from .environments import guarded, load_states, states_of, step_rewards
-from .evaluation import EvaluationPass, sampling_seed, untouched_rng
-from .inputs import (
+from .checks import (
     check,
     check_arguments,
     check_evaluation_batch,
     check_prompt_lengths,
     listed,
 )
+from .collection import RolloutTrainer
+from .config import PPOConfig
+from .controllers import BaselineGate, KLController, LearningRateController, RewardNormalizer
+from .environments import guarded, load_states, states_of, step_rewards
+from .evaluation import EvaluationPass, sampling_seed, untouched_rng
 from .metrics import GRPO_ONLY_METRICS, Accumulator, PPOMetrics, global_moments
 from .passes import Passes
-from .rewards import Mistakes
+from .reward_calls import DeferredErrors
 from .roles import (
     Rewards,
     check_base,
@@ -103,7 +103,7 @@ from .vllm import RolloutsAhead, ServerGuard, ServerLost, check_loadable, check_
 
 _WITH_STATE = (
     "kl_controller",
-    "rate_controller",
+    "learning_rate_controller",
     "reward_normalizer",
     "baseline_gate",
     "metrics",
@@ -262,7 +262,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             model.add_adapter(REFERENCE, model.peft_config[POLICY])
             copy_adapter(model, POLICY, REFERENCE)
 
-        self._mistakes = Mistakes()
+        self._errors = DeferredErrors()
         # `model_init_kwargs` have been used, but TRL would warn that they are ignored
         with temporarily(args, model_init_kwargs=None) if is_saved_adapter else nullcontext():
             super().__init__(
@@ -321,7 +321,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             actor_critic.critic.to(args.device)
         self.model = self.model_wrapped = self.callback_handler.model = actor_critic
         self.reward_funcs = rewards.as_functions(
-            actor_critic, args, self.eos_token_ids, self._mistakes, self._score_on_base, self._own_draws
+            actor_critic, args, self.eos_token_ids, self._errors, self._score_on_base, self._own_random_state
         )
 
         # What is PPO's own
@@ -334,8 +334,10 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         self._eval_pool: dict | None = None  # environments of evaluations; None before the first evaluation
         self._ahead: RolloutsAhead | None = None  # while training with `rollouts_ahead`
         # A quarter of the KL target at the default; half of `step_kl_target` is half a step for long completions, too
-        most = 2.5 * args.step_kl_target * args.kl_target if args.kl_controller == "adaptive" else math.inf
-        self.rate_controller = RateController(args.step_kl_target, args.batch_size, most, args.num_mini_batches)
+        kl_limit = 2.5 * args.step_kl_target * args.kl_target if args.kl_controller == "adaptive" else math.inf
+        self.learning_rate_controller = LearningRateController(
+            args.step_kl_target, args.batch_size, kl_limit, args.num_mini_batches
+        )
         self._step_sums: list[Tensor] = []  # of the minibatch's micro-batches
         self._unscored = 0  # rollouts in a row without a score
 
@@ -350,12 +352,12 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         """
 
         def guard(factory: Any) -> Any:
-            make = guarded(factory, timeout, self._mistakes)
+            make = guarded(factory, timeout, self._errors)
 
             def probed() -> Any:
                 environment = make()
                 if not hasattr(self, "environments"):  # GRPO's constructor makes the first one, on all processes
-                    self._mistakes.raise_everywhere(0)
+                    self._errors.raise_everywhere(0)
                 if not (self.reward_funcs or hasattr(environment, "get_reward")):  # else TRL would miss a reward
                     self._reward_steps({type(environment)})
                 return environment
@@ -428,7 +430,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         with evaluating(self.model):
             return self.model(input_ids, attention_mask, reward=name)
 
-    def _own_draws(self) -> AbstractContextManager:
+    def _own_random_state(self) -> AbstractContextManager:
         """Return a context with a separate random state, seeded by the run's seed and the step."""
         batch = self._evaluation.seen if self._evaluation is not None else 0
         return untouched_rng(self.accelerator, self.args, self.state.global_step + batch)
@@ -449,7 +451,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         args = self.args
         if self.model.training:
             self.kl_controller.scale(take_kl_scale(self.state))
-            self.rate_controller.scale(take_rate_scale(self.state))
+            self.learning_rate_controller.scale(take_rate_scale(self.state))
         rollout = self._collect(inputs)
         if not self.model.training:
             return self._observe_evaluation(rollout)
@@ -464,13 +466,13 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             mean_kl, episodes = self._global_mean((rollout.k1 * rollout.mask).sum(1), rollout.valid)
             if episodes:
                 self.kl_controller.update(mean_kl, episodes)
-        self.metrics.collected(rollout, scores, kl, rewards, returns, kl_coef)
-        self.metrics.added(self.rollout_metrics(rollout, rewards, advantages, returns))
+        self.metrics.add_rollout(rollout, scores, kl, rewards, returns, kl_coef)
+        self.metrics.add_custom(self.rollout_metrics(rollout, rewards, advantages, returns))
         self._log_advantages(advantages, rollout.mask)
         weights = rollout.importance_weights(args)
         if weights is None:
             return rollout.rows_for_training(advantages, returns)
-        self.metrics.weighted(rollout, *weights, self._actions(rollout.mask))
+        self.metrics.add_importance_weights(rollout, *weights, self._actions(rollout.mask))
         return rollout.rows_for_training(advantages, returns, weights[0])
 
     def token_rewards(self, rollout: Rollout, scores: Tensor, kl: Tensor) -> Tensor:
@@ -653,11 +655,11 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         )
         if "importance_weights" in inputs:  # (B, T) or (B, 1): of the policy's loss alone, see docs/off_policy.md
             policy = policy[0] * inputs["importance_weights"], policy[1]
-        self.metrics.updated(logprobs, entropies, policy, new - old, actions, inputs)
+        self.metrics.add_update(logprobs, entropies, policy, new - old, actions, inputs)
         taken = self._step // args.gradient_accumulation_steps % args.steps_per_rollout
         self._follow_step_kl(new, old, entropies, inputs, self._step, taken)
-        if self._trusts_sampler and self._step % self._steps_per_rollout < args.gradient_accumulation_steps:
-            self.metrics.sampled(inputs["old_logprobs"], logprobs, mask)  # the policy has not moved since
+        if self._trusts_sampler and self._step % self._micro_steps_per_rollout < args.gradient_accumulation_steps:
+            self.metrics.add_sampling(inputs["old_logprobs"], logprobs, mask)  # the policy has not moved since
 
         # Gradients are averaged over processes and summed over micro-batches
         scale = self.accelerator.num_processes / inputs["step_tokens"].clamp(min=1)
@@ -672,7 +674,9 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         return actor_loss if values is None else actor_loss + self._value_loss(values, inputs)
 
     @torch.no_grad()
-    def _follow_step_kl(self, new: Tensor, old: Tensor, entropies: Tensor, inputs: Any, step: int, taken: int) -> None:
+    def _follow_step_kl(
+        self, new: Tensor, old: Tensor, entropies: Tensor, inputs: Any, micro_step: int, taken: int
+    ) -> None:
         """
         Record a micro-batch's KL; after a minibatch's last micro-batch, choose the next step's learning rate.
 
@@ -681,37 +685,37 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
                 with, nats.
             entropies: (B, T), nats, of the policy's distributions.
             inputs: the micro-batch.
-            step: number of the micro-batch; minibatches begin at multiples of `gradient_accumulation_steps`.
+            micro_step: number of the micro-batch; minibatches begin at multiples of `gradient_accumulation_steps`.
             taken: number of optimizer steps taken on the rollout so far.
         """
         mask = inputs["loss_mask"]
         accumulates = self.args.gradient_accumulation_steps
-        if step % accumulates == 0:
+        if micro_step % accumulates == 0:
             self._step_sums = []
         actions = self._actions(mask)
         entropies = self._by_action(entropies, mask)
         counts = torch.stack([masked_sum(inputs["advantages"].abs(), actions), actions.any(1).sum()])
         self._step_sums.append(torch.cat([step_kl_sums(new, old, entropies, actions), counts]))
-        if (step + 1) % accumulates:
+        if (micro_step + 1) % accumulates:
             return
         sums = self.accelerator.reduce(torch.stack(self._step_sums).sum(0), reduction="sum")
-        kl = self.rate_controller.observe(sums, taken, self.args.steps_per_rollout)
+        kl = self.learning_rate_controller.observe(sums, taken, self.args.steps_per_rollout)
         if taken == max(self.args.steps_per_rollout - 1, 1):
             self.metrics.train.add("policy/step_kl", kl)
-            if target := self.rate_controller.present_target:
+            if target := self.learning_rate_controller.present_target:
                 self.metrics.train.add("policy/step_kl_target", target * taken / self.args.steps_per_rollout)
         if taken < self.args.steps_per_rollout:  # a step follows
-            self.metrics.train.add("learning_rate/factor", self.rate_controller.applied)
+            self.metrics.train.add("learning_rate/factor", self.learning_rate_controller.factor_in_use)
 
     @torch.no_grad()
     def _look_back(self) -> None:
         """After a rollout's only step, measure by a further forward pass how far this step moved the policy."""
-        for step, inputs in enumerate(self._buffered_inputs):
+        for micro_step, inputs in enumerate(self._buffered_inputs):
             found = self._run_models(self.model_wrapped, inputs, with_entropies=True)
             mask = inputs["loss_mask"]
             new = self._by_action(found["logprobs"], mask)
             old = self._by_action(inputs["old_logprobs"], mask)
-            self._follow_step_kl(new, old, found["entropies"], inputs, step, 1)
+            self._follow_step_kl(new, old, found["entropies"], inputs, micro_step, 1)
 
     @property
     def _trains_apart(self) -> bool:
@@ -729,7 +733,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         args = self.args
         mask = inputs["loss_mask"]
         value = value_loss(values, inputs["old_values"], inputs["returns"], args.cliprange_value)
-        self.metrics.critic_updated(value, mask)
+        self.metrics.add_critic_update(value, mask)
         scale = self.accelerator.num_processes / inputs["step_tokens"].clamp(min=1)
         return args.vf_coef * masked_sum(value[0], mask) * scale
 
@@ -755,11 +759,9 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         width = inputs["completion_ids"].size(1)
         return self._passes(model, ids, inputs["lengths"], width, **asked)
 
-    def _warms_up(self, step: int) -> bool:
-        """
-        Return whether micro-batch `step` belongs to the first `critic_warmup_rollouts`, which train only the critic.
-        """
-        return step // self._steps_per_rollout < self.args.critic_warmup_rollouts
+    def _warms_up(self, micro_step: int) -> bool:
+        """Return whether the critic alone is trained at micro-batch `micro_step` (`critic_warmup_rollouts`)."""
+        return micro_step // self._micro_steps_per_rollout < self.args.critic_warmup_rollouts
 
     def _global_mean(self, values: Tensor, mask: Tensor) -> tuple[float, int]:
         """Return the mean of the entries where `mask` is 1, over all processes, and the number of these entries."""
@@ -784,13 +786,13 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         inputs = super()._prepare_inputs(generation_batch)
         if not self.model.training:
             return inputs
-        epoch, position = divmod(self._step % self._steps_per_rollout, self.args.steps_per_generation)
+        epoch, position = divmod(self._step % self._micro_steps_per_rollout, self.args.steps_per_generation)
         if position == 0:
             self._buffered_inputs = self._micro_batches(joined(self._buffered_inputs), epoch)
         return self._buffered_inputs[position]
 
     @property
-    def _steps_per_rollout(self) -> int:
+    def _micro_steps_per_rollout(self) -> int:
         """Return the number of micro-batches that a process trains on per rollout, summed over the passes."""
         return self.args.steps_per_generation * self.num_iterations
 
@@ -803,7 +805,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         `gae_level: turn` there is also `step_turns`, the number of turns.
         """
         args = self.args
-        number = self._step // self._steps_per_rollout
+        number = self._step // self._micro_steps_per_rollout
         lengths = lengths_of(rollout["prompt_mask"], rollout["completion_mask"])
         seed = (args.seed * 1_000_003 + number) * 1_009 + epoch
         order = permuted([sum(row) for row in lengths], args.num_mini_batches, seed)
@@ -838,8 +840,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         if self._step % self.args.gradient_accumulation_steps == 0:
             self._actor_critic.train_adapters()
-            self.rate_controller.attach(self.optimizer)
-            self.rate_controller.is_on = not self._warms_up(self._step)
+            self.learning_rate_controller.attach(self.optimizer)
+            self.learning_rate_controller.is_on = not self._warms_up(self._step)
         with self.metrics.timed("update"):
             return super().training_step(model, inputs, num_items_in_batch)
 
@@ -900,7 +902,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         """
         passing = self._evaluation or EvaluationPass(len(rollout.scores) * self.accelerator.num_processes)
         rows = passing.next_rows(len(rollout.scores), self.accelerator)
-        self.metrics.evaluated(rollout, rows)
+        self.metrics.add_evaluation(rollout, rows)
         return {name: getattr(rollout, name) for name in ("prompt_ids", "prompt_mask", "completion_ids")}
 
     def evaluation_loop(
@@ -981,7 +983,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             for name in GRPO_ONLY_METRICS:
                 self._metrics["train"].pop(name, None)
             if "learning_rate" in logs:
-                logs["learning_rate"] *= self.rate_controller.used
+                logs["learning_rate"] *= self.learning_rate_controller.used
             report = self.metrics.report(start_time)
             self._metrics["train"].update({name: [number] for name, number in report.items()})
         # As JSON: a policy may call a tool with any value, but a table needs one type for each column
@@ -1075,9 +1077,9 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
     @property
     def _must_wait(self) -> bool:
         """Return whether a rollout is half trained, in a run that continues."""
-        is_half = self._step % self._steps_per_rollout != 0
+        is_half = self._step % self._micro_steps_per_rollout != 0
         is_last = self.state.global_step >= self.state.max_steps
-        return is_half and not is_last and not spoilt(self.state)
+        return is_half and not is_last and not saving_forbidden(self.state)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if self._must_wait:  # a callback has asked for it since the step ended
@@ -1139,7 +1141,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         super()._save_rng_state(output_dir)
         state = {
             # In the middle of a rollout only the end of a run is saved: what resumes it samples the rollout again
-            "step": self._step - self._step % self._steps_per_rollout,  # micro-batches trained on
+            "step": self._step - self._step % self._micro_steps_per_rollout,  # micro-batches trained on
             "learning_rate": self.args.learning_rate,
             **{name: getattr(self, name).state_dict() for name in _WITH_STATE},
             "trl_metrics": dict(self._metrics["train"]),  # what TRL's own code has noted since the last log
@@ -1163,7 +1165,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             getattr(self, name).load_state_dict(state[name])
         if self._is_changed:
             self.reward_normalizer.reference_mean = None  # of other rewards, perhaps
-            self.rate_controller.rescale(state["learning_rate"] / (self.args.learning_rate or 1.0))
+            self.learning_rate_controller.rescale(state["learning_rate"] / (self.args.learning_rate or 1.0))
         self._metrics["train"].update(state["trl_metrics"])
         self._tr_loss = state["tr_loss"].to(self.args.device)
         self._total_loss_scalar = state["total_loss"]

@@ -197,7 +197,7 @@ def save_last_step(trainer: Any) -> str:
 
 
 @dataclass
-class Flight:
+class PendingRollout:
     """Hold a rollout that was requested from the server, until `take` returns it."""
 
     version: int  # on how many rollouts the weights that generate this one have been trained
@@ -224,7 +224,7 @@ class RolloutsAhead:
 
     def __init__(self, trainer: Any):
         self.trainer = trainer
-        self.pending: dict[int, Flight] = {}  # by the rollout's number, from 0
+        self.pending: dict[int, PendingRollout] = {}  # by the rollout's number, from 0
 
     def take(self, prompt_ids: list[list[int]]) -> Answers:
         """
@@ -238,52 +238,52 @@ class RolloutsAhead:
                 processes raise a `RuntimeError`.
         """
         trainer = self.trainer
-        number = trainer._step // trainer._steps_per_rollout
+        number = trainer._step // trainer._micro_steps_per_rollout
         micro_batches = trainer.state.max_steps * trainer.args.gradient_accumulation_steps
-        end = math.ceil(micro_batches / trainer._steps_per_rollout)
+        end = math.ceil(micro_batches / trainer._micro_steps_per_rollout)
         wanted = range(number, min(number + trainer.args.rollouts_ahead + 1, end))
         if new := [n for n in wanted if n not in self.pending]:
-            self.settle()  # no weights may change under a generation
+            self.wait_for_all()  # no weights may change under a generation
             with trainer.metrics.timed("sync_weights"):
                 trainer.vllm_generation.sync_weights()
                 trainer._last_loaded_step = trainer.state.global_step
             for n in new:
-                self.pending[n] = flight = Flight(number, self._prompts(n))
-                self._generate(flight, partial(_put_aside, flight))
+                self.pending[n] = rollout = PendingRollout(number, self._prompts(n))
+                self._generate(rollout, partial(_put_aside, rollout))
         self._wait_for([self.pending[number]])
-        flight = self.pending.pop(number)
-        if flight.prompts != prompt_ids:
+        rollout = self.pending.pop(number)
+        if rollout.prompts != prompt_ids:
             error = RuntimeError(
                 "do not replace PPOTrainer's sampler, and use a dataset that returns the same row each time it is read"
             )
-            trainer._mistakes.note(
+            trainer._errors.add(
                 f"rollout {number} was generated ahead for other prompts than the dataloader now returns", error
             )
-        trainer._mistakes.raise_everywhere(trainer.state.global_step)
-        assert flight.answers is not None
-        lag = (number - flight.version) * trainer.args.steps_per_rollout
+        trainer._errors.raise_everywhere(trainer.state.global_step)
+        assert rollout.answers is not None
+        lag = (number - rollout.version) * trainer.args.steps_per_rollout
         trainer.metrics.train.add("sampling/staleness", float(lag))
-        return flight.answers
+        return rollout.answers
 
-    def settle(self) -> None:
+    def wait_for_all(self) -> None:
         """Wait for the answers of all requests that are still running."""
         self._wait_for(list(self.pending.values()))
 
-    def _wait_for(self, flights: list[Flight]) -> None:
+    def _wait_for(self, rollouts: list[PendingRollout]) -> None:
         trainer = self.trainer
         with trainer.metrics.timed("generate_wait"):
-            for flight in flights:
-                if trainer.accelerator.is_main_process and (error := flight.output.exception()) is not None:
-                    trainer._mistakes.note("vLLM", error)
-        trainer._mistakes.raise_everywhere(trainer.state.global_step)
-        for flight in flights:
-            if flight.answers is None:
-                _, ids, *sampled = self._generate(flight, lambda *_, flight=flight, **__: flight.output.result())
-                flight.answers = ids, sampled_logprobs(ids, *sampled)
+            for rollout in rollouts:
+                if trainer.accelerator.is_main_process and (error := rollout.output.exception()) is not None:
+                    trainer._errors.add("vLLM", error)
+        trainer._errors.raise_everywhere(trainer.state.global_step)
+        for rollout in rollouts:
+            if rollout.answers is None:
+                _, ids, *sampled = self._generate(rollout, lambda *_, rollout=rollout, **__: rollout.output.result())
+                rollout.answers = ids, sampled_logprobs(ids, *sampled)
 
-    def _generate(self, flight: Flight, answer: Callable[..., dict[str, Any]]) -> tuple:
+    def _generate(self, rollout: PendingRollout, answer: Callable[..., dict[str, Any]]) -> tuple:
         """
-        Call TRL's `generate` for the prompts of `flight`. Where it would call its client's `generate(…)`, it calls
+        Call TRL's `generate` for the prompts of `rollout`. Where it would call its client's `generate(…)`, it calls
         `answer(generate, …)`. Return what TRL's `generate` returns.
         """
         vllm = self.trainer.vllm_generation
@@ -293,7 +293,7 @@ class RolloutsAhead:
             client = temporarily(vllm, vllm_client=SimpleNamespace(generate=generate))
         with client:  # by its class: `check_logprobs` would refuse the first call's empty answers
             return type(vllm).generate(
-                vllm, prompts=flight.prompts, images=None, num_generations=self.trainer.num_generations
+                vllm, prompts=rollout.prompts, images=None, num_generations=self.trainer.num_generations
             )
 
     def _prompts(self, number: int) -> list[list[int]]:
@@ -309,14 +309,14 @@ class RolloutsAhead:
         return trainer._tokenize_prompts(prompts)[0]
 
 
-def _put_aside(flight: Flight, generate: Callable, **kwargs: Any) -> dict[str, Any]:
-    """Send the request of `flight` by `generate` in a thread, and return empty answers at once."""
+def _put_aside(rollout: PendingRollout, generate: Callable, **kwargs: Any) -> dict[str, Any]:
+    """Send the request of `rollout` by `generate` in a thread, and return empty answers at once."""
 
     def ask() -> None:
         try:
-            flight.output.set_result(generate(**kwargs))
+            rollout.output.set_result(generate(**kwargs))
         except BaseException as error:  # else the trainer would wait for this output for ever
-            flight.output.set_exception(error)
+            rollout.output.set_exception(error)
 
     threading.Thread(target=ask, daemon=True).start()
     return {

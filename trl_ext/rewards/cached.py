@@ -230,10 +230,10 @@ def reward_identity(reward: Any) -> str | None:
     if isinstance(identity := getattr(reward, "identity", None), str):
         return identity
     try:
-        said = json.dumps(_described(reward), sort_keys=True)
+        description = json.dumps(_described(reward), sort_keys=True)
     except (OSError, TypeError, ValueError, RecursionError):
         return None
-    return f"{get_callable_name(reward)} {hashlib.blake2b(said.encode(), digest_size=8).hexdigest()}"
+    return f"{get_callable_name(reward)} {hashlib.blake2b(description.encode(), digest_size=8).hexdigest()}"
 
 
 def _described(value: Any) -> Any:

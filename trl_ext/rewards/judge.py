@@ -115,8 +115,8 @@ class JudgeReward(ServedReward):
 
         The server is identified only by its URL and `model`: new weights under the same model name are not noticed.
         """
-        said = [self.url, self.model, self.rubric, self.scale, self.compare, self.settings, INSTRUCTIONS, SINGLE, PAIR]
-        return f"JudgeReward:{hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]}"
+        used = [self.url, self.model, self.rubric, self.scale, self.compare, self.settings, INSTRUCTIONS, SINGLE, PAIR]
+        return f"JudgeReward:{hashlib.sha256(json.dumps(used, sort_keys=True).encode()).hexdigest()[:16]}"
 
     def scores_or_nan(
         self, prompts: list, completions: list, completion_ids: Any = None, log_metric: Any = None, **columns: Any

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ..runs.shipped import did_you_mean, find
+from ..runs.package_files import did_you_mean, find
 from ..upstream.names import get_callable_name
 from .member import distinct
 

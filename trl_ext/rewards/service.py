@@ -228,16 +228,16 @@ class ServedReward(TellsFailures):
         text = hidden(response.text)
         wait = response.headers.get("retry-after", "")
         words = redacted(text[:2000]).split()
-        said = "".join(filter(str.isprintable, " ".join(words)))[:200]
+        reported = "".join(filter(str.isprintable, " ".join(words)))[:200]
         if response.status_code != 200:
             seconds = float(wait) if wait.isdecimal() else None
-            raise _failure(response.status_code, f"status {response.status_code}: {said}", seconds)
+            raise _failure(response.status_code, f"status {response.status_code}: {reported}", seconds)
         try:
             answer = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise UnavailableError(f"the server's answer is not JSON (check the URL): {said}") from error
+            raise UnavailableError(f"the server's answer is not JSON (check the URL): {reported}") from error
         if isinstance(answer, dict) and answer.get("error"):
-            raise failure_of(answer["error"], f"the server reports an error, though with status 200: {said}")
+            raise failure_of(answer["error"], f"the server reports an error, though with status 200: {reported}")
         check(answer)
         call.seconds.append(time.monotonic() - start)
         return answer

@@ -21,7 +21,7 @@ from .member import UNSPACED, HoldsRewards, awaited, checked_name, recorded, tex
 from .scores import log_to, of_rows, scores_in, total_of, without_failures
 
 
-class Watch:
+class CompletionLog:
     """
     Base class of reward functions that measure completions, most of them with weight 0.
 
@@ -51,7 +51,7 @@ class Watch:
             self._writers.setdefault(path, JSONLWriter(path)).write(*rows)
 
     def _path(self, file: str) -> Path | None:
-        folder = self.folder if self.folder is not None else Watch.default_folder
+        folder = self.folder if self.folder is not None else CompletionLog.default_folder
         return None if folder is None else Path(folder) / f"{file}.rank{PartialState().process_index}.jsonl"
 
     def write_completions(self, prompts: list, completions: list, scores: list[Any], trainer_state: Any) -> None:
@@ -73,7 +73,7 @@ class Watch:
             return
         head = {"timestamp": time.time(), "step": step, "rank": PartialState().process_index}
         size = path.stat().st_size if path.is_file() else 0
-        begin, end, written = Watch._newest.get(path, (0, -1, []))
+        begin, end, written = CompletionLog._newest.get(path, (0, -1, []))
         same = defaultdict(list)
         for row in written if end == size else []:  # else something else has written since
             same[_answer(row)].append(row)
@@ -90,7 +90,7 @@ class Watch:
             size = begin
             new = written + new
         self.write("completions", new)
-        Watch._newest[path] = size, path.stat().st_size if path.is_file() else 0, new
+        CompletionLog._newest[path] = size, path.stat().st_size if path.is_file() else 0, new
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_writers": {}}  # open files do not pickle
@@ -108,7 +108,7 @@ def numbers_of(scores: Any) -> list[float | None]:
 # ---- Scores ----
 
 
-class GoldJudgeReward(HoldsRewards, Watch):
+class GoldJudgeReward(HoldsRewards, CompletionLog):
     """
     Score evaluation rows, and no others, by a judge that training must not use (the gold judge).
 
@@ -125,9 +125,9 @@ class GoldJudgeReward(HoldsRewards, Watch):
         judge: a reward function, async or not. It gets only the rows to score, with their columns.
         column: a true value in this column marks a row to score. Only the evaluation set should have the column:
             `eval_dataset.add_column("held_out", [True] * len(eval_dataset))`
-        folder: see [`Watch`]. The start policy's answers and scores are also written there, so that a resumed run
-            compares with them, too.
-        score: score of the rows that are not marked, see [`Watch`].
+        folder: see [`CompletionLog`]. The start policy's answers and scores are also written there, so that a resumed
+            run compares with them, too.
+        score: score of the rows that are not marked, see [`CompletionLog`].
 
     Examples:
         >>> from trl_ext.rewards import GoldJudgeReward
@@ -184,7 +184,7 @@ class GoldJudgeReward(HoldsRewards, Watch):
 
     def _read_start(self, step: int) -> int:
         """Read the scores of the start policy that an interrupted run wrote; return their step, or `step` if none."""
-        folder = self.folder if self.folder is not None else Watch.default_folder
+        folder = self.folder if self.folder is not None else CompletionLog.default_folder
         for path in sorted(Path(folder).glob("gold_start.rank*.jsonl")) if folder is not None else ():
             rows = list(read_jsonl(path))
             for row in rows:
@@ -194,7 +194,7 @@ class GoldJudgeReward(HoldsRewards, Watch):
         return step
 
 
-class ScoreWatch(HoldsRewards, Watch):
+class ScoreWatch(HoldsRewards, CompletionLog):
     """
     Log quantiles of a reward function's scores of single completions, as `score_watch/<name>/q05` and so on.
 
@@ -207,7 +207,7 @@ class ScoreWatch(HoldsRewards, Watch):
         bound: log the share of scores above this number; 0.8 suits scores from 0 to 1. None: no such share is logged.
         quantiles: which quantiles to log, each in [0, 1].
         name: name in the metrics. The default is the reward's own name.
-        folder: see [`Watch`]. `score` has no effect.
+        folder: see [`CompletionLog`]. `score` has no effect.
 
     Examples:
         >>> from trl_ext.rewards import ScoreWatch
@@ -259,7 +259,7 @@ def score_watch(reward: Any, **kwargs: Any) -> ScoreWatch:
 # ---- Words ----
 
 
-class RepetitionWatch(Watch):
+class RepetitionWatch(CompletionLog):
     """
     Log how much completions repeat themselves, each other or a corpus, measured by n-grams of words.
 
@@ -277,7 +277,7 @@ class RepetitionWatch(Watch):
         n: words in an n-gram.
         corpus: texts that must not be copied, such as the training demonstrations.
         copied_words: how many words in a row from the corpus count as a copy.
-        folder, score: see [`Watch`].
+        folder, score: see [`CompletionLog`].
 
     Examples:
         >>> from trl_ext.rewards import RepetitionWatch
@@ -353,7 +353,7 @@ _HIDDEN = r"\p{Cf}"  # zero-width spaces and joiners, soft hyphens
 _MARKS = regex.compile(r"(\p{M}{30})\p{M}+")
 
 
-class PhraseReviewReward(Watch):
+class PhraseReviewReward(CompletionLog):
     """
     Queue completions with unacceptable phrases for review, and log their share as `phrase_review/share`.
 
@@ -365,7 +365,7 @@ class PhraseReviewReward(Watch):
             ignored. In scripts without spaces, such as Chinese, Japanese and Thai, they are found within words, too.
         veto: score of a completion with one of the phrases; all other completions score 0.0. It affects training only
             if the function gets a weight other than 0. None: all completions get `score`.
-        folder, score: see [`Watch`].
+        folder, score: see [`CompletionLog`].
 
     Examples:
         >>> from trl_ext.rewards import PhraseReviewReward

@@ -32,9 +32,7 @@ if TYPE_CHECKING:
         last_evaluation as last_evaluation,
         overlap as overlap,
     )
-    from .redaction import redacted as redacted
-    from .settings import check_settings as check_settings, refuse as refuse, setting as setting
-    from .shipped import (
+    from .package_files import (
         accelerate_file as accelerate_file,
         config_file as config_file,
         did_you_mean as did_you_mean,
@@ -42,5 +40,7 @@ if TYPE_CHECKING:
         recipe as recipe,
         root as root,
     )
+    from .redaction import redacted as redacted
+    from .settings import check_settings as check_settings, refuse as refuse, setting as setting
 else:
     __getattr__, __dir__, __all__ = lazily(__name__, __file__)

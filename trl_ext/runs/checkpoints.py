@@ -13,7 +13,7 @@ from transformers.trainer_utils import TrainOutput
 from ..models.adapters import adapter_facts
 from ..models.weights import weights_identity
 from ..upstream.names import is_deepspeed_zero3_enabled, temporarily
-from .control import AgreedControl, CannotResume, Stopped, forget_stop, spoilt, stop_of
+from .control import AgreedControl, CannotResume, Stopped, delete_stop, read_stop, saving_forbidden
 from .files import from_first, on_first
 from .marker import newest_complete, read_marker
 from .output_dir import Hold
@@ -54,8 +54,8 @@ def fingerprint(args: TrainingArguments, **facts: Any) -> dict[str, Any]:
 
     These are the fields of `args` that can change the training, and all `facts`. Credentials are left out.
     """
-    told = {name: value for name, value in args.to_dict().items() if not name.startswith(_MAY_DIFFER)}
-    return json.loads(json.dumps(without_credentials({**told, **facts}), default=str))
+    settings = {name: value for name, value in args.to_dict().items() if not name.startswith(_MAY_DIFFER)}
+    return json.loads(json.dumps(without_credentials({**settings, **facts}), default=str))
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -180,7 +180,7 @@ class ResumableRun(AgreedControl, BackgroundSaving):
             except BaseException:
                 self._abandon_saving()
                 raise
-            if sentence := spoilt(self.state):
+            if sentence := saving_forbidden(self.state):
                 raise Stopped(sentence)  # a script that continued would save the weights as if they were good
             return output
 
@@ -188,10 +188,10 @@ class ResumableRun(AgreedControl, BackgroundSaving):
         """Remove a killed run's leftovers; raise [`Stopped`] if a monitor ended the run and it may not continue."""
         folder = self.args.output_dir
         remove_links(Path(folder))
-        stopped = stop_of(folder, "repeat the command with `--resume_anyway true` (`resume_anyway=True`)")
+        stopped = read_stop(folder, "repeat the command with `--resume_anyway true` (`resume_anyway=True`)")
         if stopped and not (resume is False or self._resume_anyway or getattr(self.args, "resume_anyway", False)):
             raise Stopped(f"{stopped}.")
-        forget_stop(folder)
+        delete_stop(folder)
 
     def _find_checkpoint(self, resume: str | bool | None) -> tuple[str | None, bool, int | None]:
         """

@@ -81,7 +81,7 @@ def take_rate_scale(state: Any) -> float:
 
 
 STOPPED = "stopped.json"
-_SPOILT = "trl_ext_spoilt"  # in `TrainerState.stateful_callbacks`: the weights are not to be saved
+_SAVING_FORBIDDEN = "trl_ext_saving_forbidden"  # in `TrainerState.stateful_callbacks`: the weights are not to be saved
 
 
 class CannotResume(ValueError):
@@ -106,12 +106,12 @@ def write_stop(output_dir: str, monitor: str, step: int, what: str) -> None:
         temporary.write_text(json.dumps({"monitor": monitor, "step": step, "what": what}, indent=2))
 
 
-def forget_stop(output_dir: str) -> None:
+def delete_stop(output_dir: str) -> None:
     if Path(output_dir, STOPPED).is_file():  # `output_dir` may be a file, which another check reports
         Path(output_dir, STOPPED).unlink(missing_ok=True)
 
 
-def stop_of(output_dir: str, how: str) -> str | None:
+def read_stop(output_dir: str, how: str) -> str | None:
     """
     Return which monitor ended the run in `output_dir`, when and why, as text that ends in "To continue, {how}"; None
     if no monitor ended it.
@@ -120,19 +120,19 @@ def stop_of(output_dir: str, how: str) -> str | None:
     if not record.is_file():
         return None
     try:
-        told = json.loads(record.read_text())
-        said = f"{told['monitor']} ended this run at step {told['step']} ({told['what']})"
+        stop = json.loads(record.read_text())
+        reported = f"{stop['monitor']} ended this run at step {stop['step']} ({stop['what']})"
     except (ValueError, KeyError, TypeError):
-        said = "A monitor ended this run"
-    return f"{said}, see alerts.jsonl in {output_dir}. To continue, {how}"
+        reported = "A monitor ended this run"
+    return f"{reported}, see alerts.jsonl in {output_dir}. To continue, {how}"
 
 
-def spoil(state: Any, sentence: str) -> None:
+def forbid_saving(state: Any, sentence: str) -> None:
     """Mark in a trainer's `state` that the weights must not be saved; `sentence` says why."""
-    state.stateful_callbacks[_SPOILT] = {"sentence": sentence}
+    state.stateful_callbacks[_SAVING_FORBIDDEN] = {"sentence": sentence}
 
 
-def spoilt(state: Any) -> str | None:
-    """Return the reason that [`spoil`] stored in a trainer's `state`; None if the weights may be saved."""
-    found = state.stateful_callbacks.get(_SPOILT)
+def saving_forbidden(state: Any) -> str | None:
+    """Return the reason that [`forbid_saving`] stored in a trainer's `state`; None if the weights may be saved."""
+    found = state.stateful_callbacks.get(_SAVING_FORBIDDEN)
     return found and found["sentence"]

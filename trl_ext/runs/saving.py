@@ -14,7 +14,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from ..upstream.names import temporarily
-from .control import spoilt
+from .control import saving_forbidden
 from .files import from_first, on_first
 from .marker import MARKER, checkpoints_of, delete_old, write_marker
 
@@ -92,7 +92,7 @@ class BackgroundSaving(_Trainer):
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        if spoilt(self.state):
+        if saving_forbidden(self.state):
             return
         if trial is not None:  # of a search for hyperparameters, which has a folder of its own and never resumes
             super()._save_checkpoint(model, trial)
@@ -227,7 +227,7 @@ class BackgroundSaving(_Trainer):
             remove_links(checkpoint.parent)
             for path in (checkpoint, checkpoint.with_name(f"_{checkpoint.name}")):
                 shutil.rmtree(path, ignore_errors=True)
-        goes_on = getattr(self.args, "on_save_failure", "stop") == "continue" or spoilt(self.state) is not None
+        goes_on = getattr(self.args, "on_save_failure", "stop") == "continue" or bool(saving_forbidden(self.state))
         if not goes_on:
             raise NotSaved(self._unsaved(cause, goes_on))
         self.accelerator.print(self._unsaved(cause, goes_on))

@@ -13,7 +13,7 @@ from ..rewards.member import RewardFailed, Started, awaited, failed_rows, runs_i
 from ..rewards.scores import by_token, finite_number, is_by_token, scores_in
 
 
-class Mistakes:
+class DeferredErrors:
     """
     Collect errors, such as those of reward functions, to raise them on all processes at once.
 
@@ -21,12 +21,12 @@ class Mistakes:
     """
 
     def __init__(self) -> None:
-        self.notes: list[tuple[str, Exception]] = []
+        self.errors: list[tuple[str, Exception]] = []
 
-    def note(self, what: str, error: Exception) -> None:
+    def add(self, what: str, error: Exception) -> None:
         """Record an error until `raise_everywhere`; the phrase `what` says where it was raised."""
         text = str(error) if isinstance(error, RewardFailed) else f"{type(error).__name__}: {error}"
-        self.notes.append((f"process {PartialState().process_index}: {what}: {text}", error))
+        self.errors.append((f"process {PartialState().process_index}: {what}: {text}", error))
 
     def raise_everywhere(self, step: int) -> None:
         """
@@ -34,16 +34,16 @@ class Mistakes:
 
         If all recorded errors are a `RewardFailed`, which needs no traceback, raise a `RewardFailed` instead.
         """
-        mine = [(message, isinstance(error, RewardFailed)) for message, error in self.notes]
+        mine = [(message, isinstance(error, RewardFailed)) for message, error in self.errors]
         everyones = gather_object(mine) if PartialState().num_processes > 1 else mine
         if not everyones:
             return
-        cause = self.notes[0][1] if self.notes else None
-        self.notes.clear()
-        told = list(dict.fromkeys(message for message, _ in everyones))
-        told[3:] = [f"and {len(told) - 3} more"] * (len(told) > 3)
+        cause = self.errors[0][1] if self.errors else None
+        self.errors.clear()
+        messages = list(dict.fromkeys(message for message, _ in everyones))
+        messages[3:] = [f"and {len(messages) - 3} more"] * (len(messages) > 3)
         kind = RewardFailed if all(is_failed for _, is_failed in everyones) else RuntimeError
-        raise kind(f"At step {step}, {'; '.join(told)}") from cause
+        raise kind(f"At step {step}, {'; '.join(messages)}") from cause
 
 
 class CheckedReward:
@@ -60,7 +60,7 @@ class CheckedReward:
     Args:
         function: the reward function.
         name: its name, for error messages.
-        mistakes: collects its errors, to raise them on all processes.
+        errors: collects its errors, to raise them on all processes.
         around: makes a context in which TRL's call runs the function. The function is then never started early.
     """
 
@@ -68,12 +68,12 @@ class CheckedReward:
         self,
         function: Callable,
         name: str,
-        mistakes: Mistakes,
+        errors: DeferredErrors,
         around: Callable[[], AbstractContextManager] | None = None,
     ):
         self.function = function
         self.name = name
-        self.mistakes = mistakes
+        self.errors = errors
         self.around = around or nullcontext
         self.in_background = around is None and runs_in_background(function)
         self.token_scores: list[list[float] | None] = []
@@ -108,7 +108,7 @@ class CheckedReward:
                     returned = awaited(function(prompts=prompts, completion_ids=completion_ids, **kwargs))
             return self._checked(returned, completion_ids)
         except Exception as error:
-            self.mistakes.note(f"reward function '{self.name}'", error)
+            self.errors.add(f"reward function '{self.name}'", error)
             self.token_scores = [None] * len(prompts)
             self.failed = [False] * len(prompts)
             return [0.0] * len(prompts)

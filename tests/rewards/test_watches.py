@@ -183,6 +183,8 @@ def test_win_rate_against_the_first_evaluation(tmp_path):
     assert later == {"gold/win_rate": (1 + 0.5 + 0 + 1) / 4, "gold/tie_rate": 0.25}
     resumed = GoldJudgeReward(judge, folder=tmp_path)  # compares with what the start policy said, not with step 16
     assert call(resumed, ["0", "0", "0", "9"], step=16, **columns)[1]["gold/win_rate"] == 0.25
+    others = tmp_path / "gold_start.rank3.jsonl"  # of this run, with four processes; the next run has one
+    others.write_text((tmp_path / "gold_start.rank0.jsonl").read_text().replace('"processes": 1', '"processes": 4'))
     anew = GoldJudgeReward(judge, folder=tmp_path)
     call(anew, ["9", "9", "9", "9"], **columns)
     again = GoldJudgeReward(judge, folder=tmp_path)

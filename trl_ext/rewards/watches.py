@@ -170,8 +170,8 @@ class GoldJudgeReward(HoldsRewards, CompletionLog):
                 continue
             if step == self._start_step:
                 self._start.setdefault(key, []).append(score)
-                row = {"run": self._run, "step": step, "prompt": key, "completion": text_of(answer), "score": score}
-                self.write("gold_start", [row])
+                row = {"run": self._run, "processes": PartialState().num_processes, "step": step, "prompt": key}
+                self.write("gold_start", [{**row, "completion": text_of(answer), "score": score}])
             else:
                 for old in self._start.get(key, []):
                     wins.append(0.5 * ((score > old) + (score >= old)))
@@ -185,10 +185,12 @@ class GoldJudgeReward(HoldsRewards, CompletionLog):
     def _read_start(self, step: int) -> int:
         """Read the scores of the start policy that an interrupted run wrote; return their step, or `step` if none."""
         folder = self.folder if self.folder is not None else CompletionLog.default_folder
-        for path in sorted(Path(folder).glob("gold_start.rank*.jsonl")) if folder is not None else ():
-            rows = list(read_jsonl(path))
-            for row in rows:
-                if row["run"] == rows[-1]["run"]:  # earlier runs in the same folder wrote to the same file
+        paths = [] if folder is None else sorted(Path(folder).glob("gold_start.rank*.jsonl"))
+        files = [rows for path in paths if (rows := list(read_jsonl(path)))]
+        newest = max((rows[-1] for rows in files), key=lambda row: row["run"], default={})
+        for rows in files:  # earlier runs wrote to the same files and, with more processes, to more of them
+            for row in rows if rows[-1].get("processes") == newest.get("processes") else []:
+                if row["run"] == rows[-1]["run"]:
                     self._start.setdefault(row["prompt"], []).append(float(row["score"]))
                     step = min(step, row["step"])
         return step

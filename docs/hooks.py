@@ -73,10 +73,11 @@ class HouseStyle(griffe.Extension):
     """Read what griffe does not know: [`Name`] as Hugging Face links, and a configuration's settings."""
 
     def on_module_members(self, *, mod, **_):
-        """Export what a room names under `if TYPE_CHECKING`, see `trl_ext/upstream/lazy.py`."""
-        if "lazily" in mod.members:
-            ours = {name for name, member in mod.members.items() if member.is_alias and not member.runtime}
-            mod.exports = sorted(ours - {"TYPE_CHECKING", "lazily"})
+        """Export what a package lists for `lazily`, or else what is ours of what it imports."""
+        if mod.is_init_module:
+            package = importlib.import_module(mod.path)
+            ours = [name for name, it in vars(package).items() if getattr(it, "__module__", "").startswith("trl_ext")]
+            mod.exports = getattr(package, "__all__", ours)
 
     def on_object(self, *, obj, **_):
         if obj.docstring is None:

@@ -255,7 +255,7 @@ def test_python_runs(page, code, hub, tmp_path, monkeypatch):
 
 def public(package):
     module = importlib.import_module(package)
-    for name in module.__all__:
+    for name in getattr(module, "__all__", dir(module)):
         thing = getattr(module, name)
         is_ours = getattr(thing, "__module__", "").startswith("trl_ext")  # TRL documents what is TRL's
         if is_ours and (inspect.isclass(thing) or inspect.isfunction(thing)):

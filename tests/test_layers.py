@@ -3,6 +3,7 @@
 import ast
 import sys
 from importlib import import_module
+from inspect import ismodule
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,14 @@ def imports(path):
 
 def inside(name, *modules):
     return any(name == module or name.startswith(f"{module}.") for module in modules)
+
+
+def is_public(module, name):
+    """Whether a package lists a name in `__all__` or, without `__all__`, has the name and it is no module."""
+    package = import_module(module)
+    if hasattr(package, "__all__"):
+        return name in package.__all__
+    return hasattr(package, name) and not ismodule(getattr(package, name))
 
 
 def test_functional_imports_torch_and_scipy_only():
@@ -106,10 +115,23 @@ def test_workbench_and_recipes_import_public_names_only():
                     f"{path.relative_to(ROOT)}: {name}"
                 )
                 continue
-            public = (
-                module in {"trl_ext", *rooms} and attribute in import_module(module).__all__ or attribute == "lazily"
+            assert module in {"trl_ext", *rooms} and is_public(module, attribute), (
+                f"{path.relative_to(ROOT)} imports {name}: take a name that its room exports."
             )
-            assert public, f"{path.relative_to(ROOT)} imports {name}: take a name that its room exports."
+
+
+@pytest.mark.slow
+def test_type_checkers_see_the_names_that_load_on_first_use():
+    """What a package lists for `lazily` exists, and is what the package imports under `if TYPE_CHECKING`."""
+    for path in sources("trl_ext"):
+        if path.name != "__init__.py" or "lazily(" not in path.read_text():
+            continue
+        package = import_module(module_of(path))
+        listed = {name for name in package.__all__ if getattr(package, name)}
+        checked = [name.rpartition(".")[::2] for name in imports(path) if inside(name, "trl_ext", "trl")]
+        named = {name for _, name in checked} - {"*", "lazily"}
+        starred = {name for module, star in checked if star == "*" for name in dir(import_module(module))}
+        assert named <= listed <= named | starred, path.relative_to(ROOT)
 
 
 @pytest.mark.slow

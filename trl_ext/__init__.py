@@ -6,7 +6,7 @@ Public names load on first use: `import trl_ext` alone imports neither torch nor
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from .upstream.lazy import lazily
+from .upstream import lazily
 
 if TYPE_CHECKING:
     from . import functional as functional
@@ -14,16 +14,22 @@ if TYPE_CHECKING:
     from .data import load_dataset_split as load_dataset_split
     from .dpo import DPOConfig as DPOConfig, DPOTrainer as DPOTrainer
     from .models import save_base_fingerprint as save_base_fingerprint
-    from .ppo import (
-        CriticConfig as CriticConfig,
-        CriticTrainer as CriticTrainer,
-        PPOConfig as PPOConfig,
-        PPOTrainer as PPOTrainer,
-    )
+    from .ppo import CriticConfig as CriticConfig, CriticTrainer as CriticTrainer
+    from .ppo import PPOConfig as PPOConfig, PPOTrainer as PPOTrainer
 
     __version__: str
 else:
-    _load, _names, __all__ = lazily(__name__, __file__)
+    _load, _names, __all__ = lazily(
+        __name__,
+        {
+            ".functional": "functional",
+            ".cli.parser": "StrictTrlParser",
+            ".data": "load_dataset_split",
+            ".dpo": "DPOConfig DPOTrainer",
+            ".models": "save_base_fingerprint",
+            ".ppo": "CriticConfig CriticTrainer PPOConfig PPOTrainer",
+        },
+    )
 
     def __getattr__(name):
         return version("trl-ext") if name == "__version__" else _load(name)

@@ -6,54 +6,33 @@ transformers.
 
 from typing import TYPE_CHECKING
 
-from ..upstream.lazy import lazily
+from ..upstream import lazily
 
 if TYPE_CHECKING:
-    from ..runs.control import (
-        request_kl_scale as request_kl_scale,
-        request_rate_scale as request_rate_scale,
-    )
-    from .answers import (
-        AnswersCallback as AnswersCallback,
-        CanaryCallback as CanaryCallback,
-        GoldGapCallback as GoldGapCallback,
-    )
-    from .console import ConsoleCallback as ConsoleCallback
-    from .hack_watch import HackWatch as HackWatch, watch_rounds as watch_rounds
-    from .metrics import (
-        METRICS as METRICS,
-        PANELS as PANELS,
-        Metric as Metric,
-        as_label as as_label,
-        curve as curve,
-        draw_alerts as draw_alerts,
-        draw_line as draw_line,
-    )
-    from .monitor import Alert as Alert, Finding as Finding, MonitorCallback as MonitorCallback
-    from .monitors import (
-        ClipFractionCallback as ClipFractionCallback,
-        CutOffCallback as CutOffCallback,
-        EntropyFloorCallback as EntropyFloorCallback,
-        KLBudgetCallback as KLBudgetCallback,
-        LengthDriftCallback as LengthDriftCallback,
-        NotFiniteCallback as NotFiniteCallback,
-        RepetitionCallback as RepetitionCallback,
-        RewardDisagreementCallback as RewardDisagreementCallback,
-        RewardDriftCallback as RewardDriftCallback,
-        ScoreFallCallback as ScoreFallCallback,
-        ToolAbuseCallback as ToolAbuseCallback,
-        ValueHealthCallback as ValueHealthCallback,
-        attach_monitors as attach_monitors,
-        load_monitors as load_monitors,
-    )
-    from .recording import (
-        JSONLCallback as JSONLCallback,
-        MonitoringPlotCallback as MonitoringPlotCallback,
-        PrometheusCallback as PrometheusCallback,
-        SamplesCallback as SamplesCallback,
-        record_run as record_run,
-    )
+    from ..runs.control import *
+    from .answers import *
+    from .console import *
+    from .hack_watch import *
+    from .metrics import *
+    from .monitor import *
+    from .monitors import *
+    from .recording import *
 
     __all__: list[str]
 else:
-    __getattr__, __dir__, __all__ = lazily(__name__, __file__)
+    __getattr__, __dir__, __all__ = lazily(
+        __name__,
+        {
+            "..runs.control": "request_kl_scale request_rate_scale",
+            ".answers": "AnswersCallback CanaryCallback GoldGapCallback",
+            ".console": "ConsoleCallback",
+            ".hack_watch": "HackWatch watch_rounds",
+            ".metrics": "METRICS PANELS Metric as_label curve draw_alerts draw_line",
+            ".monitor": "Alert Finding MonitorCallback",
+            ".monitors": """
+                ClipFractionCallback CutOffCallback EntropyFloorCallback KLBudgetCallback LengthDriftCallback
+                NotFiniteCallback RepetitionCallback RewardDisagreementCallback RewardDriftCallback ScoreFallCallback
+                ToolAbuseCallback ValueHealthCallback attach_monitors load_monitors""",
+            ".recording": "JSONLCallback MonitoringPlotCallback PrometheusCallback SamplesCallback record_run",
+        },
+    )

@@ -12,7 +12,7 @@ from urllib.request import Request, urlopen
 
 from tenacity import Retrying, stop_after_attempt, wait_exponential
 from transformers import TrainerCallback
-from transformers.utils import logging
+from transformers.utils.logging import get_logger
 
 from ..runs.control import (
     STOPPED,
@@ -29,7 +29,7 @@ from ..runs.redaction import redacted
 from .metrics import Metric, answers_in_log, is_training_log, metrics_of, numbers_in, rollout_steps
 from .trend import Series
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 Action = Literal["warn", "save", "stop", "raise_kl", "lower_rate"]
 Level = Literal["alert", "notice"]
 TRACKERS = ("wandb", "tensorboard", "trackio")

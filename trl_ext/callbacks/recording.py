@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from transformers import TrainerCallback
-from transformers.utils import logging
+from transformers.utils.logging import get_logger
 
 from ..data import first_prompts, save_trained_prompts
 from ..rewards.watches import CompletionLog
@@ -22,7 +22,7 @@ from .answers import AnswersCallback
 from .metrics import PANELS, draw_alerts, is_training_log, metrics_of, numbers_in, printable, rollout_steps
 from .monitor import alerts_of
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 # Imported by name: the workbench, above this layer, makes pages. Without it a run has no page
 _PAGES = "trl_ext.workbench"
 # Name in an event of training steps → key in the logs

@@ -7,7 +7,7 @@ and attributes are compared; what the names do is tested by `pytest -m "" tests/
 """
 
 if __name__ == "__main__":  # before the libraries that are imported next
-    from ..upstream.terminal import quiet
+    from ..upstream.packages import quiet
 
     quiet()
 

@@ -18,8 +18,7 @@ from typing import Any
 import trl_ext
 
 from ..runs import accelerate_file, did_you_mean, find, recipe
-from ..upstream.packages import OPTIONAL
-from ..upstream.terminal import quiet
+from ..upstream.packages import OPTIONAL, quiet
 
 TRAINING = {
     "sft": "fine-tune a language model on demonstrations",

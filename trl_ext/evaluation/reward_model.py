@@ -10,8 +10,7 @@ from scipy.optimize import brentq
 from scipy.stats import spearmanr
 from torch import Tensor
 
-from ..functional import disagreement, ensemble_score
-from ..functional.ensemble import Combine
+from ..functional import Combine, disagreement, ensemble_score
 
 _AT_ONCE = 2**22  # rows that are drawn at once: all resamples of a large set would fill gigabytes
 

@@ -1,5 +1,4 @@
-# ruff: noqa: E402
-from ..upstream.terminal import quiet
+from ..upstream import quiet
 
 quiet()  # before the imports below: some libraries print remarks when they are imported
 

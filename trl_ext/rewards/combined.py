@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from ..functional import disagreement, ensemble_score
-from ..functional.ensemble import Combine
+from ..functional import Combine, disagreement, ensemble_score
 from .member import HoldsRewards, Member, OnError, checked_name, distinct, scores_of_all
 from .scores import log_to, of_rows, without_failures
 

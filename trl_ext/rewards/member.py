@@ -204,10 +204,10 @@ def failure(name: str, error: Exception) -> RuntimeError:
     one, else a `RuntimeError`.
     """
     kind = RewardFailed if isinstance(error, RewardFailed) else RuntimeError
-    return kind(f"reward '{name}': {message_of(name, error)}")
+    return kind(f"reward '{name}': {failure_message(name, error)}")
 
 
-def message_of(name: str, error: Exception) -> str:
+def failure_message(name: str, error: Exception) -> str:
     """
     Return an error's message without `reward '<name>': ` before it.
 

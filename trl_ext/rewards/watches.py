@@ -16,7 +16,7 @@ from accelerate import PartialState
 from ..evaluation.texts import copied_shares, corpus_ngrams
 from ..runs.files import JSONLWriter, read_jsonl
 from ..upstream.names import get_callable_name
-from ..upstream.terminal import hide_none_logged
+from ..upstream.packages import hide_none_logged
 from .member import UNSPACED, HoldsRewards, awaited, checked_name, recorded, text_of, words_of
 from .scores import log_to, of_rows, scores_in, total_of, without_failures
 

@@ -1,4 +1,4 @@
-"""What a recipe's terminal leaves out, and what it must not."""
+"""Which remarks of other packages a recipe's terminal leaves out, and which it must not."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow  # each starts a process
 
 SPEAKS = """
 import logging, warnings
-from trl_ext.upstream.terminal import quiet
+from trl_ext.upstream import quiet
 quiet(); quiet()
 logging.getLogger("bitsandbytes.backends.cpu.ops").warning("Failed to load CPU gemm_4bit_forward from %s", "x")
 logging.getLogger("bitsandbytes.backends.cpu.ops").warning("your GPU is on fire")
@@ -45,8 +45,8 @@ def test_who_has_none_of_our_trainers_keeps_what_is_set_and_verbose_shows_all():
 import logging, warnings
 import trl_ext.callbacks, trl_ext.rewards, trl_ext.workbench.pages.report
 [getattr(package, name) for package in (trl_ext.callbacks, trl_ext.rewards) for name in package.__all__]
-from trl_ext.upstream import terminal
-assert not any(logging.getLogger(name).filters for name in terminal.REMARKS)
+from trl_ext.upstream import packages
+assert not any(logging.getLogger(name).filters for name in packages.REMARKS)
 ours = [f for f in warnings.filters if f[1] is not None and "gradient_checkpointing" in f[1].pattern]
 assert not ours
 assert not logging.getLogger("trl_ext").handlers and not logging.getLogger("trl_ext.callbacks.monitor").filters

@@ -24,7 +24,7 @@ LONGEST_FIRST = (
     *("distributed/test_sharded.py", "ppo/test_distributed.py", "callbacks/test_watch.py", "test_wheel.py"),
     *("callbacks/test_null.py", "callbacks/test_actions.py", "recipes/test_demo_stages.py", "ppo/test_agents.py"),
     *("test_docs.py", "test_notebook.py", "cli/test_main.py", "recipes/test_plan_recipe.py", "recipes/test_killed.py"),
-    *("benchmarks/test_ppo_benchmark.py", "test_any_change.py", "upstream/test_terminal.py", "ppo/test_resume.py"),
+    *("benchmarks/test_ppo_benchmark.py", "test_any_change.py", "upstream/test_packages.py", "ppo/test_resume.py"),
     *("dpo/test_distributed.py", "ppo/test_step_size.py", "ppo/test_ahead.py", "recipes/test_resuming.py"),
     *("ppo/test_fields.py", "dpo/test_trainer.py", "test_examples.py", "recipes/test_real_model_recipes.py"),
     *("models/test_adapter_switch.py", "runs/test_saving.py"),

@@ -1,8 +1,9 @@
+import numpy as np
 import pytest
 from datasets import Dataset, DatasetDict
 
 from trl_ext import load_dataset_split
-from trl_ext.data import held_out_rows
+from trl_ext.data import held_out_rows, split_groups
 
 ROWS = {"prompt": ["Once", "There"], "animal": ["cat", "dog"]}
 
@@ -54,3 +55,20 @@ def test_some_row_is_left_to_train_on():
     rows = Dataset.from_dict(ROWS)
     with pytest.raises(ValueError, match="none is left"):
         held_out_rows(rows, lambda: rows, len(rows), seed=0)
+
+
+def test_splits_keep_groups_whole_and_shares_alike():
+    draw = np.random.default_rng(0)
+    groups = draw.integers(0, 2000, 4000)
+    topic = draw.choice(list("aaabbc"), 2000)[groups]
+    shares = {"test": 0.1, "train": 0.7, "val": 0.2}
+    split = split_groups(groups, shares, topic, seed=1)
+    assert all(len({*split[groups == group]}) == 1 for group in np.unique(groups)[:500])
+    for value in "abc":
+        for name, share in shares.items():
+            rows = topic == value
+            assert (split[rows] == name).sum() == pytest.approx(share * rows.sum(), abs=8)  # groups of 2 in the mean
+    assert (split_groups(groups, shares, topic, seed=1) == split).all()
+    assert (split_groups(groups, shares, topic, seed=2) != split).mean() > 0.2
+    rare = split_groups(range(4000), {"train": 0.9, "test": 0.1}, [i % 1000 for i in range(4000)])
+    assert (rare == "test").sum() == pytest.approx(400, abs=3)

@@ -36,7 +36,7 @@ from trl_ext import PPOTrainer
 from trl_ext.functional import logprobs_and_entropies
 from trl_ext.models.decoding import Histories, TokenSampler
 from trl_ext.models.packing import _attention, starts_of
-from trl_ext.runs.marker import read_marker
+from trl_ext.runs.saving import read_marker
 
 DEVICE = os.environ.get("TRL_EXT_TEST_DEVICE", "cuda")
 pytestmark = [

@@ -27,7 +27,7 @@ from tests.ppo.worker import (
 from tests.rounding import bound
 from tests.tiny import tiny_config
 from trl_ext.runs.checkpoints import checkpoint_to_resume
-from trl_ext.runs.marker import MARKER
+from trl_ext.runs.saving import MARKER
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

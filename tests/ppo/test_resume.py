@@ -23,7 +23,7 @@ from tests.ppo.worker import (
 )
 from tests.tiny import tiny_llama
 from trl_ext.runs.checkpoints import CannotResume
-from trl_ext.runs.marker import MARKER
+from trl_ext.runs.saving import MARKER
 
 
 def assert_same_end(actual, expected):

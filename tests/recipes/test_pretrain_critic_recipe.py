@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 from recipes import generate, ppo, pretrain_critic
 from tests.recipes.small_runs import ROOT, arguments
-from trl_ext.runs.marker import MARKER
+from trl_ext.runs.saving import MARKER
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from tests.recipes.small_runs import RECIPES, arguments
 from tests.test_any_change import DAMAGES
 from trl_ext.data import TrainedPairs
-from trl_ext.runs.marker import MARKER
+from trl_ext.runs.saving import MARKER
 
 pytestmark = pytest.mark.slow
 

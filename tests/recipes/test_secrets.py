@@ -16,7 +16,7 @@ from trl_ext import DPOConfig, PPOConfig
 from trl_ext.cli.arguments import ModelArguments
 from trl_ext.dpo import RewardConfig, SFTConfig
 from trl_ext.ppo.config import REFUSED
-from trl_ext.runs.marker import MARKER
+from trl_ext.runs.saving import MARKER
 
 ROOT = Path(__file__).parents[2]
 RECIPES = {

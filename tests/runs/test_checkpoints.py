@@ -10,7 +10,7 @@ from trl import SFTConfig
 
 from trl_ext.runs.checkpoints import checkpoint_to_resume, differences, fingerprint
 from trl_ext.runs.control import STOPPED, delete_stop, read_stop, write_stop
-from trl_ext.runs.marker import MARKER, delete_old, newest_complete, read_marker, write_marker
+from trl_ext.runs.saving import MARKER, delete_old, newest_complete, read_marker, write_marker
 
 
 def saved(folder, *names):

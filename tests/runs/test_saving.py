@@ -14,8 +14,7 @@ from tests.ppo.worker import RESUMED, Stop, make_trainer
 from tests.tiny import ON_CPU, tiny_llama, tiny_tokenizer
 from trl_ext.dpo import ResumableSFTTrainer, SFTConfig
 from trl_ext.runs import saving
-from trl_ext.runs.checkpoints import NotSaved
-from trl_ext.runs.marker import MARKER
+from trl_ext.runs.saving import MARKER, NotSaved
 
 EACH_STEP = {"save_strategy": "steps", "save_steps": 1, "max_steps": 4, "save_in_background": True}
 SMALL = {"learning_rate": 1e-2, "per_device_train_batch_size": 2, "record_run": False}

@@ -7,16 +7,14 @@ from ..upstream import lazily
 if TYPE_CHECKING:
     from .loading import *
     from .pairs import *
-    from .splits import *
     from .texts import *
     from .trained import *
 else:
     __getattr__, __dir__, __all__ = lazily(
         __name__,
         {
-            ".loading": "held_out_rows load_dataset_split write_rows",
+            ".loading": "held_out_rows hold_out_prompts load_dataset_split prompt_groups split_groups write_rows",
             ".pairs": "usable_pairs",
-            ".splits": "hold_out_prompts prompt_groups split_groups",
             ".texts": "answers_alone check_texts content_of has_content is_messages is_text one_form tool_calls",
             ".trained": """
                 TrainedPairs first_prompts hashes_of_answers load_trained_prompts not_trained_on pair_hashes

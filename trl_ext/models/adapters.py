@@ -9,15 +9,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import peft
 import torch
 from accelerate.utils import fsdp_utils
-from peft import (
-    LoraConfig,
-    PeftConfig,
-    get_peft_model_state_dict,
-    load_peft_weights,
-    set_peft_model_state_dict,
-)
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -160,7 +154,7 @@ def check_config(config: Any, name: str, shares_base: bool = True) -> None:
         name: the argument's name, for the message.
         shares_base: whether other adapters will be on the same base.
     """
-    is_lora = isinstance(config, LoraConfig)
+    is_lora = isinstance(config, peft.LoraConfig)
     for is_wrong, message in [
         (
             config.is_prompt_learning or config.is_adaption_prompt,
@@ -204,7 +198,7 @@ def check_modules(policy: Any, name: str) -> None:
 
 def check_head(folder: str, revision: str | None = None) -> None:
     """Raise a `ValueError` if an adapter was saved without a `score` head: loading it would make a random one."""
-    if not any(key.startswith(HEAD) for key in load_peft_weights(folder, device="cpu", revision=revision)):
+    if not any(key.startswith(HEAD) for key in peft.load_peft_weights(folder, device="cpu", revision=revision)):
         raise ValueError(f"{folder} has no `score` head: give the adapter of a sequence classifier.")
 
 
@@ -231,7 +225,7 @@ def prepare_peft_model(model: Any, shares_base: bool) -> None:
 # ---- Adding them ----
 
 
-def _add(policy: Any, name: str, config: LoraConfig) -> None:
+def _add(policy: Any, name: str, config: peft.LoraConfig) -> None:
     config.task_type = policy.peft_config[POLICY].task_type  # else PEFT looks for a head to train
     config.modules_to_save = None  # the head is ours
     # PEFT sets the base's name when it wraps or saves a model, but not when it adds an adapter
@@ -248,7 +242,7 @@ def _name_of_base(policy: Any) -> str | None:
     return policy.peft_config[POLICY].base_model_name_or_path or base_model_of(policy).name_or_path or None
 
 
-def add_critic(policy: Any, config: LoraConfig | None) -> None:
+def add_critic(policy: Any, config: peft.LoraConfig | None) -> None:
     """
     Add the critic's adapter to the policy's base; if `config` is None, copy the settings of the policy's adapter.
     """
@@ -268,7 +262,7 @@ def add_saved(policy: Any, name: str, folder: str) -> nn.Linear:
     head are frozen unless `name` is the critic's.
     """
     check_head(folder)
-    config = PeftConfig.from_pretrained(folder)
+    config = peft.PeftConfig.from_pretrained(folder)
     check_config(config, folder)
     config.inference_mode = name != CRITIC
     if name != CRITIC:
@@ -285,14 +279,14 @@ def copy_adapter(policy: Any, source: str, target: str) -> bool:
     Copy the policy's adapter `source` to its adapter `target` if shapes and scalings (α ÷ rank) are equal; return
     whether it was copied.
     """
-    a = get_peft_model_state_dict(policy, adapter_name=source, save_embedding_layers=False)
-    b = get_peft_model_state_dict(policy, adapter_name=target, save_embedding_layers=False)
+    a = peft.get_peft_model_state_dict(policy, adapter_name=source, save_embedding_layers=False)
+    b = peft.get_peft_model_state_dict(policy, adapter_name=target, save_embedding_layers=False)
     layers: list[Any] = [layer for layer in policy.modules() if isinstance(layer, BaseTunerLayer)]
     scalings = [[layer.scaling.get(name) for layer in layers] for name in (source, target)]
     shapes = [{name: tensor.shape for name, tensor in each.items()} for each in (a, b)]
     if scalings[0] != scalings[1] or shapes[0] != shapes[1]:
         return False
-    set_peft_model_state_dict(policy, a, adapter_name=target)
+    peft.set_peft_model_state_dict(policy, a, adapter_name=target)
     return True
 
 
@@ -327,7 +321,7 @@ def save_critic(actor_critic: "ActorCritic", folder: str, state_dict: dict[str, 
     config.modules_to_save = ["score"]
     config.inference_mode = True
     config.save_pretrained(folder)
-    adapter = get_peft_model_state_dict(
+    adapter = peft.get_peft_model_state_dict(
         policy, state_dict=weights_of("policy", state_dict), adapter_name=CRITIC, save_embedding_layers=False
     )
     head = {f"{HEAD}{n.removeprefix('score.')}": p for n, p in (weights or critic.state_dict()).items()}
@@ -341,9 +335,9 @@ def load_adapter(policy: Any, name: str, folder: str) -> dict[str, Tensor]:
 
     Return the weights of the score head in `folder`, as `weight` and, if there is one, `bias`; {} if there is no head.
     """
-    weights = load_peft_weights(folder, device="cpu")
+    weights = peft.load_peft_weights(folder, device="cpu")
     head = {key.removeprefix(HEAD): weights.pop(key) for key in list(weights) if key.startswith(HEAD)}
-    check_loaded(set_peft_model_state_dict(policy, weights, adapter_name=name), name, folder)
+    check_loaded(peft.set_peft_model_state_dict(policy, weights, adapter_name=name), name, folder)
     return head
 
 
@@ -415,7 +409,7 @@ def adapter_facts(policy: Any) -> dict[str, Any]:
         # Sorted, since sets have no order
         facts |= {f"adapter {name} {key}": sorted(v) if isinstance(v, set) else v for key, v in settings.items()}
     if REFERENCE in policy.peft_config:
-        reference = get_peft_model_state_dict(policy, adapter_name=REFERENCE)
+        reference = peft.get_peft_model_state_dict(policy, adapter_name=REFERENCE)
         facts["reference adapter's weights"] = f"xxh3:{hash_of(reference)}"
     return facts
 
@@ -474,7 +468,7 @@ def check_same_base(policy: Any, folder: str, hub_base: str | None) -> None:
     """
     recorded = recorded_base(folder)
     if not recorded:
-        theirs = PeftConfig.from_pretrained(folder).base_model_name_or_path
+        theirs = peft.PeftConfig.from_pretrained(folder).base_model_name_or_path
         ours = _name_of_base(policy)
         is_same = theirs is not None and ours is not None and os.path.realpath(theirs) == os.path.realpath(ours)
         why = (

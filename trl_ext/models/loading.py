@@ -8,28 +8,15 @@ from functools import partial
 from typing import Any
 
 import torch
+import transformers
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, patch_environment, set_seed
 from peft import PeftConfig, PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoProcessor,
-    AutoTokenizer,
-)
 from transformers.integrations import deepspeed
 from transformers.utils import cached_file
 
-from ..upstream.names import (
-    create_model_from_path,
-    find_adapter_config_file,
-    is_deepspeed_zero3_enabled,
-    prepare_deepspeed,
-    prepare_fsdp,
-    temporarily,
-)
+from ..upstream import names as upstream
 from .adapters import HEAD, POLICY, AdapterSwitch, check_config, check_loaded, recorded_base
 from .weights import base_model_of
 
@@ -46,7 +33,7 @@ def is_adapter(path: Any, revision: str | None = None) -> bool:
     `path` on the hub, None for the default branch.
     """
     try:
-        return isinstance(path, str) and find_adapter_config_file(path, revision=revision) is not None
+        return isinstance(path, str) and upstream.find_adapter_config_file(path, revision=revision) is not None
     except OSError:  # nothing is there: loading it will say so
         return False
 
@@ -73,10 +60,12 @@ def load_config(path: str, revision: str | None = None, **kwargs: Any) -> Any:
     are passed to `AutoConfig.from_pretrained`.
     """
     path, revision = base_of(path, revision)
-    return AutoConfig.from_pretrained(path, revision=revision, **kwargs)
+    return transformers.AutoConfig.from_pretrained(path, revision=revision, **kwargs)
 
 
-def load_tokenizer(path: str, revision: str | None = None, auto: Any = AutoTokenizer, **kwargs: Any) -> Any:
+def load_tokenizer(
+    path: str, revision: str | None = None, auto: Any = transformers.AutoTokenizer, **kwargs: Any
+) -> Any:
     """
     Load a model's tokenizer; for an adapter that was saved without one, load its base's tokenizer.
 
@@ -119,11 +108,11 @@ def load_adapted(
     base, base_revision = base_of(path, revision)
     kind = config.task_type or "CAUSAL_LM"
     needs_head = is_classifier and kind == "CAUSAL_LM"
-    is_whole = not is_deepspeed_zero3_enabled()
-    auto: Any = AutoModelForSequenceClassification if is_classifier else None
+    is_whole = not upstream.is_deepspeed_zero3_enabled()
+    auto: Any = transformers.AutoModelForSequenceClassification if is_classifier else None
     labels = {"num_labels": 1} if is_classifier else {}
     with _ON_EACH_PROCESS() if is_classifier else nullcontext():
-        model = create_model_from_path(base, auto, revision=base_revision or "main", **labels, **kwargs)
+        model = upstream.create_model_from_path(base, auto, revision=base_revision or "main", **labels, **kwargs)
     weights = load_peft_weights(path, device="cpu", revision=revision)
     for is_wrong, message in [
         (
@@ -163,7 +152,7 @@ def load_merged(path: str, **kwargs: Any) -> Any:
     Under ZeRO-3 the adapter stays unmerged, since no process has a whole weight to merge into.
     """
     model = load_adapted(path, **kwargs)
-    if is_deepspeed_zero3_enabled():
+    if upstream.is_deepspeed_zero3_enabled():
         return model
     model = merge(model)
     for weight in model.parameters():  # as of a model that was loaded whole; PEFT has frozen them
@@ -259,7 +248,7 @@ def load_to_train(
         set_seed(args.seed)  # a new head is drawn
     adapted = load_adapted(model, revision, is_classifier=is_classifier, is_trainable=True, **trusted | kwargs)
     if processing_class is None:
-        auto = AutoTokenizer if is_classifier else AutoProcessor
+        auto = transformers.AutoTokenizer if is_classifier else transformers.AutoProcessor
         processing_class = load_tokenizer(model, revision, auto, **trusted)
     return adapted, processing_class
 
@@ -388,9 +377,9 @@ class Loader:
     def placed(self, model: nn.Module, shard: bool = True) -> Any:
         """Place a frozen model on its device; return it. ZeRO-3 shards it; FSDP shards it only if `shard` is set."""
         if self.is_deepspeed:
-            return prepare_deepspeed(model, self.accelerator)
+            return upstream.prepare_deepspeed(model, self.accelerator)
         if shard and self.accelerator.distributed_type == DistributedType.FSDP:
-            return prepare_fsdp(model, self.accelerator)
+            return upstream.prepare_fsdp(model, self.accelerator)
         return self.accelerator.prepare_model(model, evaluation_mode=True, device_placement=True)
 
 
@@ -403,7 +392,9 @@ def whole_on_each_process() -> Iterator[None]:
     """
     from ..upstream.names import _hf_deepspeed_config_weak_ref as zero  # its present value
 
-    without_zero3 = nullcontext() if zero is None else temporarily(deepspeed, _hf_deepspeed_config_weak_ref=None)
+    without_zero3 = (
+        nullcontext() if zero is None else upstream.temporarily(deepspeed, _hf_deepspeed_config_weak_ref=None)
+    )
     with _ON_EACH_PROCESS(), without_zero3:
         yield
 
@@ -424,8 +415,8 @@ def load_model(name: str, device: Any = None, revision: str | None = None, dtype
     if is_adapter(name, revision):
         model = load_adapted(name, revision, dtype=dtype, device_map=None)
     else:
-        kind = (AutoConfig.from_pretrained(name, revision=revision or "main").architectures or [""])[0]
+        kind = (transformers.AutoConfig.from_pretrained(name, revision=revision or "main").architectures or [""])[0]
         if kind.endswith("Classification"):
             raise ValueError(f"{name} is a {kind}, not a language model: name the policy, not a reward model.")
-        model = AutoModelForCausalLM.from_pretrained(name, revision=revision or "main", dtype=dtype)
+        model = transformers.AutoModelForCausalLM.from_pretrained(name, revision=revision or "main", dtype=dtype)
     return model.eval().to(device or ("cuda" if torch.cuda.is_available() else "cpu"))

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..runs.files import on_first
-from ..runs.marker import read_marker
+from ..runs.saving import read_marker
 from ..upstream.names import temporarily
 
 Answers = tuple[list[list[int]], list[list[float]]]  # the tokens of each answer, and their log-probs

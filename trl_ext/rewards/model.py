@@ -8,15 +8,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import transformers
 from accelerate import PartialState
 from torch import Tensor
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    BitsAndBytesConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
 
 from ..models.generation import eos_token_ids as ends_of, padded
 from ..models.weights import check_pad_token, context_of, hash_of, path_identity, tokenizer_identity
@@ -37,7 +31,7 @@ def logits_of(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
     return model(input_ids=input_ids, attention_mask=attention_mask).logits[:, 0]
 
 
-def same_tokenizer(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> bool:
+def same_tokenizer(a: transformers.PreTrainedTokenizerBase, b: transformers.PreTrainedTokenizerBase) -> bool:
     """Return whether the tokenizers `a` and `b` have the same vocabulary and the same EOS token."""
     return a is b or (a.get_vocab() == b.get_vocab() and a.eos_token_id == b.eos_token_id)
 
@@ -47,10 +41,10 @@ def load_classifier(path: str, **kwargs: Any) -> Any:
     Load a sequence classifier with one label by `from_pretrained`, with `kwargs`; transformers raises an error if the
     saved head has more labels.
     """
-    return AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, **kwargs)
+    return transformers.AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, **kwargs)
 
 
-def load_reward_model(path: str, **kwargs: Any) -> PreTrainedModel:
+def load_reward_model(path: str, **kwargs: Any) -> transformers.PreTrainedModel:
     """
     Load a sequence classifier with one label by `from_pretrained`, with `kwargs`; raise a `ValueError` if it was saved
     without a head.
@@ -67,7 +61,11 @@ def load_reward_model(path: str, **kwargs: Any) -> PreTrainedModel:
 
 def _loaded_tokenizer(tokenizer: Any, revision: str | None = None) -> Any:
     """Load the tokenizer that a folder or hub name (of `revision`) names; return an object or None unchanged."""
-    return AutoTokenizer.from_pretrained(tokenizer, revision=revision) if isinstance(tokenizer, str) else tokenizer
+    return (
+        transformers.AutoTokenizer.from_pretrained(tokenizer, revision=revision)
+        if isinstance(tokenizer, str)
+        else tokenizer
+    )
 
 
 def batches(lengths: Sequence[int], max_tokens: int | None = None, max_rows: int | None = None) -> list[list[int]]:
@@ -204,7 +202,7 @@ class ModelReward:
 
         kwargs: dict[str, Any] = {"dtype": dtype or "auto", "device_map": None}
         if self.load_in_8bit:
-            kwargs["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)
+            kwargs["quantization_config"] = transformers.BitsAndBytesConfig(load_in_8bit=True)
         if self.revision is not None:
             kwargs["revision"] = self.revision
         with whole_on_each_process():

@@ -6,22 +6,26 @@ from ..upstream import lazily
 
 if TYPE_CHECKING:
     from .checkpoints import *
+    from .control import *
     from .files import *
     from .output_dir import *
     from .package_files import *
     from .redaction import *
+    from .saving import *
     from .settings import *
 else:
     __getattr__, __dir__, __all__ = lazily(
         __name__,
         {
-            ".checkpoints": "CannotResume NotSaved checkpoint_to_resume differences fingerprint save_trained",
+            ".checkpoints": "checkpoint_to_resume differences fingerprint",
+            ".control": "CannotResume",
             ".files": """
                 PRIVATE_FOLDER REGISTRY RUNBOOK from_first is_finite_number on_first read_jsonl whole_file without_nan
                 write_text""",
             ".output_dir": "FolderInUse Hold check_output_dir last_evaluation overlap",
             ".package_files": "accelerate_file config_file did_you_mean find recipe root",
             ".redaction": "redacted",
+            ".saving": "NotSaved save_trained",
             ".settings": "check_settings refuse setting",
         },
     )

@@ -15,15 +15,9 @@ from ..models.weights import weights_identity
 from ..upstream.names import is_deepspeed_zero3_enabled, temporarily
 from .control import AgreedControl, CannotResume, Stopped, delete_stop, read_stop, saving_forbidden
 from .files import from_first, on_first
-from .marker import newest_complete, read_marker
 from .output_dir import Hold
 from .redaction import pickled_without_credentials, without_credentials
-from .saving import (
-    BackgroundSaving,
-    NotSaved as NotSaved,  # for recipes, as the next
-    remove_links,
-    save_trained as save_trained,
-)
+from .saving import BackgroundSaving, newest_complete, read_marker, remove_links
 
 # Beginnings of the fields that are not compared: they only change what is shown and kept, and the speed
 _MAY_DIFFER = tuple(

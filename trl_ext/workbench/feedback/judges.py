@@ -14,23 +14,9 @@ from typing import Any, NamedTuple
 
 from tqdm.auto import tqdm
 
+from ... import rewards
 from ...cli.parser import read_yaml
 from ...models import completion_logprobs, context_of, load_model, load_tokenizer, path_identity, prompt_token_ids
-from ...rewards import (
-    DATA_ALONE,
-    Call,
-    JudgeReward,
-    RefusedError,
-    RewardFailed,
-    ServiceError,
-    WithheldError,
-    conversation,
-    message_of,
-    tagged,
-    text_of,
-    verdicts_in,
-    well_formed,
-)
 from ...runs import read_jsonl
 
 TASK = f"""You compare two answers to a prompt.
@@ -39,12 +25,12 @@ TASK = f"""You compare two answers to a prompt.
 
 Say "A" if the first answer is better, "B" if the second one is, and "tie" if neither is.
 
-{DATA_ALONE}{{{{"overall": VERDICT}}}}"""
+{rewards.DATA_ALONE}{{{{"overall": VERDICT}}}}"""
 LOCAL = f"""You compare two answers to a prompt.
 
 {{rubric}}
 
-{DATA_ALONE.partition(chr(10) * 2)[0]}
+{rewards.DATA_ALONE.partition(chr(10) * 2)[0]}
 
 {{material}}
 
@@ -137,12 +123,12 @@ class Journal:
 
             try:
                 model.answer_all(missing, done)
-            except RewardFailed as error:
+            except rewards.RewardFailed as error:
                 kept = f"The answers so far ({len(self.rows):,}) are kept: run the same command again to resume"
                 raise RuntimeError(f"asking the model at {model.url} failed: {error.__cause__}. {kept}") from error
 
 
-class Served(JudgeReward):
+class Served(rewards.JudgeReward):
     """
     Ask a language model behind an OpenAI-compatible API, several requests at once; stop if the model changes.
 
@@ -181,26 +167,26 @@ class Served(JudgeReward):
                 before it has answered any, or names another model than before.
         """
         try:
-            answer = self.completion(messages, Call(time.monotonic() + self.deadline))
-        except RefusedError as error:
+            answer = self.completion(messages, rewards.Call(time.monotonic() + self.deadline))
+        except rewards.RefusedError as error:
             if self.served is None:  # nothing was ever answered: the settings must be wrong
-                raise ServiceError(str(error)) from error
+                raise rewards.ServiceError(str(error)) from error
             return {"text": None, "why": "refused", "message": str(error), "tokens": [0, 0]}
         now = str(answer.get("model"))
         self.served = self.served or now
         if now != self.served:
-            raise ServiceError(
+            raise rewards.ServiceError(
                 f"the server answered as the model {self.served} and now answers as {now}, so answers of both would "
                 "be mixed: serve the first model again, or choose another `output_dir`"
             )
         usage = answer.get("usage") or {}
         kept = {"tokens": [usage.get(f"{part}_tokens", 0) for part in ("prompt", "completion")], "model": now}
         try:
-            text = message_of(answer)
+            text = rewards.message_of(answer)
             return {"text": text or None, "why": "read" if text else "empty", "message": text, **kept}
-        except WithheldError as error:
+        except rewards.WithheldError as error:
             return {"text": None, "why": "withheld", "message": str(error), **kept}
-        except ServiceError as error:
+        except rewards.ServiceError as error:
             return {"text": None, "why": "cut", "message": str(error), **kept}
 
 
@@ -282,9 +268,9 @@ class Question(NamedTuple):
     @property
     def parts(self) -> dict[str, str]:
         """Return the texts that a judge reads (prompt, first and second answer), by their tags."""
-        a, b = (well_formed(text_of(answer)) for answer in self.pair)
+        a, b = (rewards.well_formed(rewards.text_of(answer)) for answer in self.pair)
         first, second = (a, b) if self.first == "a" else (b, a)
-        return {"prompt": conversation(self.prompt), "first-answer": first, "second-answer": second}
+        return {"prompt": rewards.conversation(self.prompt), "first-answer": first, "second-answer": second}
 
     def row(self, verdict: float | None, why: str = "read", message: str = "", **more: Any) -> dict[str, Any]:
         """
@@ -324,7 +310,10 @@ class ServedJudge(Served):
         """Return the messages that ask a question; its texts are between tags that contain a random number."""
         nonce = secrets.token_hex(8)
         rules = TASK.format(rubric=self.rubric.strip(), nonce=nonce)
-        return [{"role": "system", "content": rules}, {"role": "user", "content": tagged(question.parts, nonce)}]
+        return [
+            {"role": "system", "content": rules},
+            {"role": "user", "content": rewards.tagged(question.parts, nonce)},
+        ]
 
     def answer(self, question: Question) -> dict[str, Any]:
         """
@@ -350,7 +339,7 @@ def verdict_in(message: str) -> float | None:
     Return the verdict in a judge's message, such as `{"overall": "A"}`: 1 if A, the first answer, is better, 0 if B
     is, 0.5 for a tie; None if the message has no verdict.
     """
-    for part in verdicts_in(message):
+    for part in rewards.verdicts_in(message):
         try:
             found = json.loads(part)
         except (ValueError, RecursionError):
@@ -383,7 +372,7 @@ class LocalJudge(LocalModel):
         Return the messages that ask a question; the tags contain a hash, so that every run sends the same messages.
         """
         nonce = identity_of(question.parts, self.identity)[:16]
-        text = LOCAL.format(rubric=self.rubric.strip(), nonce=nonce, material=tagged(question.parts, nonce))
+        text = LOCAL.format(rubric=self.rubric.strip(), nonce=nonce, material=rewards.tagged(question.parts, nonce))
         return [{"role": "user", "content": text}]
 
     def answers(self, batch: list[tuple[Question, list[int]]]) -> Iterable[dict[str, Any]]:

@@ -12,30 +12,8 @@ from peft import get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from ...models import (
-    CRITIC,
-    ActorCritic,
-    AdapterClassifier,
-    AdapterSwitch,
-    add_critic,
-    add_dense_lm_head,
-    add_fused_lm_head,
-    add_value_forward,
-    base_model_of,
-    context_of,
-    disable_dropout,
-    lm_head_in_place,
-)
-from .memory import (
-    fake,
-    forward_peak,
-    kv_cache_bytes,
-    optimizer_bytes,
-    quantized_bytes,
-    share,
-    tokens,
-    training_peak,
-)
+from ... import models
+from . import memory
 from .runs import Job, Plan, Role
 
 _NAMES = {"sft": "model", "reward": "reward model", "pretrain_critic": "critic", "dpo": "policy"}
@@ -44,7 +22,7 @@ _HEADS = ("lm_head", "score", "classifier")  # the names of output heads, which 
 
 def plan(job: Job) -> Plan:
     """Plan the run `job`, by running each of its passes once on fake tensors, which have shapes but no data."""
-    with nullcontext() if job.args.use_cpu else lm_head_in_place():
+    with nullcontext() if job.args.use_cpu else models.lm_head_in_place():
         return _plan_ppo(job) if job.stage == "ppo" else _plan_without_rollouts(job)
 
 
@@ -61,10 +39,10 @@ def _plan_without_rollouts(job: Job) -> Plan:
             job.peft_config.task_type = "SEQ_CLS"
         model = adapted(job, causal_lm(job, job.policy) if is_lm else classifier(job, job.policy))
         if job.stage == "pretrain_critic":
-            add_value_forward(model)
+            models.add_value_forward(model)
         return prepare(job, model), frozen(causal_lm(job, job.policy)) if has_reference else None
 
-    (model, reference), mode = fake(build)
+    (model, reference), mode = memory.fake(build)
     roles = [role_of(job, _NAMES[job.stage], model.parameters(), linear_weights(model))]
     if reference is not None:
         roles.append(role_of(job, "reference", reference.parameters()))
@@ -72,7 +50,7 @@ def _plan_without_rollouts(job: Job) -> Plan:
         roles.append(_copied_adapter(job, roles[0]))
 
     def loss() -> Tensor:
-        batch = tokens(texts * args.per_device_train_batch_size, job.length)
+        batch = memory.tokens(texts * args.per_device_train_batch_size, job.length)
         if job.stage == "sft":
             return model(**batch, labels=batch["input_ids"], fused_lm_head=True).loss
         if job.stage == "reward":
@@ -105,24 +83,26 @@ def _plan_ppo(job: Job) -> Plan:
 
     def build():
         policy = causal_lm(job, job.policy, ("log_probs", "entropy"))
-        add_dense_lm_head(policy, budget_gb=args.logits_budget_gb)
+        models.add_dense_lm_head(policy, budget_gb=args.logits_budget_gb)
         policy = adapted(job, policy)
         if shares_base:
-            add_critic(policy, None)
-            adapters = AdapterSwitch(policy)
-            model = ActorCritic(policy, AdapterClassifier(policy, adapters, CRITIC), adapters)
+            models.add_critic(policy, None)
+            adapters = models.AdapterSwitch(policy)
+            model = models.ActorCritic(policy, models.AdapterClassifier(policy, adapters, models.CRITIC), adapters)
             model.train_adapters()
         else:
             critic = classifier(job, job.value_model or job.policy) if has_critic else None
-            model = ActorCritic(policy, critic, None if job.peft_config is None else AdapterSwitch(policy))
+            model = models.ActorCritic(
+                policy, critic, None if job.peft_config is None else models.AdapterSwitch(policy)
+            )
         if args.disable_dropout:
-            disable_dropout(model)
+            models.disable_dropout(model)
         reference = frozen(causal_lm(job, job.policy)) if has_reference else None
         rewards = [frozen(classifier(job, config)) for config in job.rewards]
         loaded = [frozen(classifier(job, each.config, each.dtype)) for each in job.loaded_rewards]
         return prepare(job, model), reference, rewards, loaded
 
-    (model, reference, rewards, loaded), mode = fake(build)
+    (model, reference, rewards, loaded), mode = memory.fake(build)
     critic_note = "an adapter on the policy's base" if shares_base else ""
     roles = [role_of(job, "policy", model.parameters_of("policy"), linear_weights(model.policy))]
     if has_critic:
@@ -156,7 +136,7 @@ def _plan_ppo(job: Job) -> Plan:
     trains_apart = has_critic and layout.mode == "single"  # as [`PPOTrainer`] does
 
     def loss():
-        batch = scored(tokens(args.per_device_train_batch_size, length), args.max_completion_length)
+        batch = scored(memory.tokens(args.per_device_train_batch_size, length), args.max_completion_length)
         if trains_apart:
             model(**batch, with_logprobs=False, with_values=True)["values"].sum().backward()
         found = model(**batch, with_values=has_critic and not trains_apart, with_entropies=True)
@@ -190,7 +170,7 @@ def _finish(job: Job, result: Plan) -> Plan:
     wide = job.layout.is_deepspeed  # its checkpoint has a copy of the weights in float32
     size = job.compute_dtype.itemsize if wide else job.dtype.itemsize
     for role in result.roles:
-        state = optimizer_bytes(role.trained, 4 if wide else size, job.args.optim)
+        state = memory.optimizer_bytes(role.trained, 4 if wide else size, job.args.optim)
         result.checkpoint += role.trained * (size + 4 * wide) + state
         if job.layout.offloads_optimizer:
             result.host = result.host + role.optimizer
@@ -199,7 +179,7 @@ def _finish(job: Job, result: Plan) -> Plan:
             result.host = result.host + role.weights
             role.weights = 0
     if getattr(job.args, "save_in_background", False):  # a copy; without DeepSpeed the first process writes all
-        result.host += share(result.checkpoint, job.layout.processes if wide else 1)
+        result.host += memory.share(result.checkpoint, job.layout.processes if wide else 1)
     return result
 
 
@@ -212,7 +192,7 @@ def causal_lm(job: Job, config: Any, outputs: tuple[str, ...] = ("log_probs",)) 
     `outputs`.
     """
     model = AutoModelForCausalLM.from_config(config, dtype=job.compute_dtype)
-    add_fused_lm_head(model, outputs=outputs)
+    models.add_fused_lm_head(model, outputs=outputs)
     return model
 
 
@@ -249,7 +229,7 @@ def prepare(job: Job, model: Any) -> Any:
         kwargs = dict(job.args.activation_checkpointing_kwargs or {"use_reentrant": False})
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs)
         if job.peft_config is not None:
-            base_model_of(getattr(model, "policy", model)).enable_input_require_grads()
+            models.base_model_of(getattr(model, "policy", model)).enable_input_require_grads()
     return model.train()
 
 
@@ -293,32 +273,34 @@ def role_of(
     trained = [p for p in parameters if p.requires_grad]
     quantized = quantized if job.bits else frozenset()
     small = sum(p.numel() for p in parameters if id(p) in quantized)
-    weights = quantized_bytes(small, job.bits or 8, job.nested)
+    weights = memory.quantized_bytes(small, job.bits or 8, job.nested)
     weights += sum(p.nbytes for p in parameters if id(p) not in quantized)
     gradients = sum(p.nbytes for p in trained)
     count = sum(p.numel() for p in trained)
     if layout.is_deepspeed:  # a float32 copy of the weights, and the optimizer's moments
-        state = count * 4 + optimizer_bytes(count, 4, optim)
+        state = count * 4 + memory.optimizer_bytes(count, 4, optim)
     elif layout.mode == "fsdp2" and job.mixed is not None:  # accelerate keeps trained weights in float32
         weights += count * 4 - gradients
         gradients = count * 4
-        state = optimizer_bytes(count, 4, optim)
+        state = memory.optimizer_bytes(count, 4, optim)
     else:
-        state = sum(optimizer_bytes(p.numel(), p.element_size(), optim) for p in trained)
+        state = sum(memory.optimizer_bytes(p.numel(), p.element_size(), optim) for p in trained)
     if layout.mode == "ddp":
         gradients *= 2  # DDP's buckets hold them once more
     if layout.shards_weights and is_sharded:
-        weights = share(weights, layout.processes)
+        weights = memory.share(weights, layout.processes)
     if layout.shards_gradients:
-        gradients = share(gradients, layout.processes)
+        gradients = memory.share(gradients, layout.processes)
     if layout.shards_optimizer:
-        state = share(state, layout.processes)
+        state = memory.share(state, layout.processes)
     return Role(name, sum(p.numel() for p in parameters), count, weights, gradients, state, note)
 
 
 def _copied_adapter(job: Job, policy: Role) -> Role:
     """Return the role of the reference in a job that continues an adapter: a copy of the adapter of `policy`."""
-    weights = share(policy.trained * job.dtype.itemsize, job.layout.processes if job.layout.shards_weights else 1)
+    weights = memory.share(
+        policy.trained * job.dtype.itemsize, job.layout.processes if job.layout.shards_weights else 1
+    )
     return Role("reference", policy.trained, weights=weights, note="a copy of the policy's adapter", on_base=True)
 
 
@@ -342,26 +324,26 @@ def generation_phase(job: Job, mode: Any, policy: Any, rows: int, local: int) ->
         local: number of answers of a rollout on this process; vLLM's KV cache is counted for all of them (it also runs
             with a smaller one).
     """
-    config = base_model_of(policy).config.get_text_config()
+    config = models.base_model_of(policy).config.get_text_config()
     width = job.compute_dtype.itemsize
     if job.args.use_vllm:
         length = job.longest_history + job.args.max_completion_length
         weights = sum(p.numel() for name, p in policy.named_parameters() if "lora_" not in name)
-        return {}, {"weights": 2 * weights, "KV cache": kv_cache_bytes(config, local, length, 2)}
+        return {}, {"weights": 2 * weights, "KV cache": memory.kv_cache_bytes(config, local, length, 2)}
     # Without gradients no layer's activations are kept
     depth = config.num_hidden_layers
     config.num_hidden_layers = 2
     policy.eval()
     # Without autocast, since accelerate puts autocast on the actor-critic's forward only, not on the policy's
-    prefill = forward_peak(
-        mode, policy, lambda: policy(**tokens(rows, job.longest_history), logits_to_keep=1, use_cache=False)
+    prefill = memory.forward_peak(
+        mode, policy, lambda: policy(**memory.tokens(rows, job.longest_history), logits_to_keep=1, use_cache=False)
     )
     policy.train()
     config.num_hidden_layers = depth
     gathered = _gathered(job, policy)
     if job.layout.shards_weights and job.args.ds3_gather_for_generation:  # the whole policy, once per rollout
         gathered = numel(policy) * width
-    cache = kv_cache_bytes(config, rows, job.prompt_length + job.args.max_completion_length, width)
+    cache = memory.kv_cache_bytes(config, rows, job.prompt_length + job.args.max_completion_length, width)
     return {
         "KV cache": (1 + (job.turns > 1)) * cache,
         "logits": 3 * rows * config.vocab_size * 4,  # raw, scaled, and as probabilities
@@ -385,14 +367,14 @@ def scoring_phase(
         rows, length: number of rows that the actor-critic reads at once, and number of tokens of each.
     """
     with mode:
-        answers = scored(tokens(rows, length), job.args.max_completion_length)
+        answers = scored(memory.tokens(rows, length), job.args.max_completion_length)
     model.eval()
-    peaks = [forward_peak(mode, model, lambda: model(**answers, with_values=True), job.autocast)]
+    peaks = [memory.forward_peak(mode, model, lambda: model(**answers, with_values=True), job.autocast)]
     model.train()
     for reward, most in rewards:
         with mode:
-            batch = tokens(most, min(length, context_of(reward)))
-        peaks.append(forward_peak(mode, reward, partial(reward, **batch)))
+            batch = memory.tokens(most, min(length, models.context_of(reward)))
+        peaks.append(memory.forward_peak(mode, reward, partial(reward, **batch)))
     return {"activations": max(peaks), "gathered weights": _gathered(job, model, reference)}
 
 
@@ -425,7 +407,7 @@ def update_phases(
     gradients = sum(role.gradients for role in roles)
     accumulates = job.args.gradient_accumulation_steps > 1
     kind = "sharded" if job.layout.shards_gradients else "kept" if accumulates else "fresh"
-    peak = training_peak(mode, model, loss, job.autocast, kind, tuple(others))
+    peak = memory.training_peak(mode, model, loss, job.autocast, kind, tuple(others))
     whole = 0 if kind == "sharded" else sum(p.nbytes for p in model.parameters() if p.requires_grad)
     update = {
         "gradients": gradients - max(0, whole - peak),  # those that the pass's peak has, and DDP's buckets

@@ -12,19 +12,9 @@ import numpy as np
 import torch
 from datasets import Dataset
 
+from ... import models
 from ...data import check_texts, load_dataset_split, load_trained_prompts, prompt_hashes, write_rows
 from ...evaluation import accuracy_interval
-from ...models import (
-    answer_rows,
-    completion_logprobs,
-    eos_token_ids,
-    load_model,
-    load_tokenizer,
-    path_identity,
-    prompt_token_ids,
-    sample,
-    vocabulary_of,
-)
 from ...rewards import Member, repetition_watch
 from ...runs import read_jsonl
 
@@ -46,7 +36,7 @@ class Sampling:
     use_cpu: bool
 
     def load(self, name: str) -> Any:
-        return load_model(name, "cpu" if self.use_cpu else None, dtype=self.dtype)
+        return models.load_model(name, "cpu" if self.use_cpu else None, dtype=self.dtype)
 
 
 def load_prompts(name: str, config: str | None, split: str | None, most: int | None) -> Dataset:
@@ -125,17 +115,17 @@ def answers_of(policy: str, rows: Dataset, sampling: Sampling, path: Path) -> tu
         - `made_by`: hash of the weights, the prompts and the sampling.
     """
     prompts = rows["prompt"][:]
-    asked = [path_identity(policy), asdict(sampling), prompts]
+    asked = [models.path_identity(policy), asdict(sampling), prompts]
     made_by = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
     if path.is_file():
         found = list(read_jsonl(path))
         if len(found) == len(rows) and all(row.get("made_by") == made_by for row in found):
             return [{key: row[key] for key in OWN} for row in found], True
-    tokenizer = load_tokenizer(policy)
-    prompt_ids = prompt_token_ids(tokenizer, prompts)
+    tokenizer = models.load_tokenizer(policy)
+    prompt_ids = models.prompt_token_ids(tokenizer, prompts)
     model = sampling.load(policy)
-    ends = eos_token_ids(model, tokenizer)
-    drawn = sample(
+    ends = models.eos_token_ids(model, tokenizer)
+    drawn = models.sample(
         model,
         prompt_ids,
         ends,
@@ -146,7 +136,7 @@ def answers_of(policy: str, rows: Dataset, sampling: Sampling, path: Path) -> tu
         seed=sampling.seed,
     )
     logprobs = _logprobs(model, prompt_ids, drawn, sampling.temperature)
-    answered = answer_rows(tokenizer, prompts, prompt_ids, drawn, ends)
+    answered = models.answer_rows(tokenizer, prompts, prompt_ids, drawn, ends)
     found = [{**row, "logprob": each, "made_by": made_by} for row, each in zip(answered, logprobs, strict=True)]
     write_rows(path, found)
     return found, False
@@ -170,11 +160,11 @@ def kl_of(reference: str, answered: dict[str, tuple[str, list[dict]]], sampling:
         if policy and reference have different vocabularies.
     """
     model = sampling.load(reference)
-    tokens = load_tokenizer(reference).get_vocab()
+    tokens = models.load_tokenizer(reference).get_vocab()
     found: dict[str, Any] = {}
     for name, (policy, rows) in answered.items():
         highest = max(token for row in rows for token in (*row["prompt_ids"], *row["completion_ids"]))
-        if load_tokenizer(policy).get_vocab() != tokens or highest >= vocabulary_of(model):
+        if models.load_tokenizer(policy).get_vocab() != tokens or highest >= models.vocabulary_of(model):
             found[name] = None
             continue
         prompts = [row["prompt_ids"] for row in rows]
@@ -188,7 +178,7 @@ def _logprobs(model: Any, prompts: Sequence[Any], answers: Sequence[Any], temper
     found: list[float] = []
     for start in range(0, len(answers), _AT_ONCE):
         batch = slice(start, start + _AT_ONCE)
-        logprobs, _ = completion_logprobs(model, prompts[batch], answers[batch], temperature or 1.0)
+        logprobs, _ = models.completion_logprobs(model, prompts[batch], answers[batch], temperature or 1.0)
         found += logprobs.sum(1).tolist()
     return found
 

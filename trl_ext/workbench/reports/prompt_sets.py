@@ -7,17 +7,8 @@ from typing import Any, Literal
 import numpy as np
 from datasets import Dataset
 
+from ... import evaluation
 from ...data import content_of, is_messages, split_groups
-from ...evaluation import (
-    Duplicates,
-    Unit,
-    copied_shares,
-    corpus_ngrams,
-    find_duplicates,
-    main_script,
-    normalised,
-    words_of,
-)
 
 By = Literal["conversation", "last_turn"]
 Kind = Literal["near", "exact", "none"]
@@ -83,7 +74,7 @@ class PromptSet:
         if column is None:
             return None
         last = (content_of(value[-1]) if is_messages(value) else value for value in self.rows[column])
-        return [normalised(answer or "") for answer in last]
+        return [evaluation.normalised(answer or "") for answer in last]
 
     def answer_keys(self) -> list[str]:
         """Return a text for each row, such that rows with equal answers have equal texts."""
@@ -116,7 +107,7 @@ class PromptReport:
 
     sets: dict[str, PromptSet]
     places: dict[str, slice]
-    duplicates: Duplicates
+    duplicates: evaluation.Duplicates
     words: np.ndarray
     scripts: np.ndarray
     copied: dict[str, np.ndarray]
@@ -154,7 +145,7 @@ def examine_prompts(
     sets: Sequence[PromptSet],
     by: By = "conversation",
     threshold: float = 0.7,
-    unit: Unit = "words",
+    unit: evaluation.Unit = "words",
     n: int = 3,
     copied_from: Sequence[str] = (),
     copied_words: int = 13,
@@ -181,16 +172,20 @@ def examine_prompts(
     def read() -> Iterator[str]:
         for each in sets:
             for text in each.prompts(by):
-                words.append(len(words_of(text)))
-                scripts.append(main_script(text))
+                words.append(len(evaluation.words_of(text)))
+                scripts.append(evaluation.main_script(text))
                 yield text
 
-    duplicates = find_duplicates(read(), threshold, unit, n, seed)
+    duplicates = evaluation.find_duplicates(read(), threshold, unit, n, seed)
     copied = {}
     if copied_from:
-        corpus = corpus_ngrams((text for name in copied_from for text in named[name].answers() or ()), copied_words)
+        corpus = evaluation.corpus_ngrams(
+            (text for name in copied_from for text in named[name].answers() or ()), copied_words
+        )
         answers = {name: each.answers() for name, each in named.items() if name not in copied_from}
-        copied = {name: copied_shares(texts, corpus, copied_words) for name, texts in answers.items() if texts}
+        copied = {
+            name: evaluation.copied_shares(texts, corpus, copied_words) for name, texts in answers.items() if texts
+        }
     return PromptReport(named, places, duplicates, np.array(words), np.array(scripts), copied)
 
 

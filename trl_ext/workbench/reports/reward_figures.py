@@ -10,21 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...evaluation import (
-    accuracy_by_group,
-    accuracy_interval,
-    best_of_n_report,
-    bootstrap_interval,
-    calibration_error,
-    calibration_error_by_chance,
-    fit_temperature,
-    length_bias,
-    mine_phrases,
-    probe_reward,
-    ranking_report,
-    reliability_bins,
-    reward_model_report,
-)
+from ... import evaluation
 from ...rewards import awaited, scores_in
 from ...runs import without_nan
 from ...upstream import get_callable_name, is_conversational
@@ -136,9 +122,9 @@ def examine(
     }
     ranked = zip(score.in_groups([group for group, _ in material.rankings]), material.rankings, strict=True)
     usable = [(scores, ranks) for scores, (_, ranks) in ranked if np.isfinite([*scores, *ranks]).all()]
-    report["ranking"] = ranking_report([scores for scores, _ in usable], [ranks for _, ranks in usable])
+    report["ranking"] = evaluation.ranking_report([scores for scores, _ in usable], [ranks for _, ranks in usable])
     best = [scores for scores in score.in_groups(material.best_of_n) if np.isfinite(scores).all()]
-    report["best_of_n"] = best_of_n_report([scores[0] for scores in best], [scores[1:] for scores in best])
+    report["best_of_n"] = evaluation.best_of_n_report([scores[0] for scores in best], [scores[1:] for scores in best])
     report["probes"], failed = _probes(score, pairs, material.train or material.pairs, probe_rows, phrases, seed)
     report |= {"unscored": dict(score.counts), "bounds": bounds}
     report["verdict"] = verdict(report, failed, bool(material.rankings))
@@ -175,20 +161,21 @@ def _of_pairs(
     gaps = torch.tensor([length(one) - length(other) for one, other in pairs])
     margins = chosen - rejected
     prompts = [one.texts()[0] for one, _ in pairs]
-    temperature = fit_temperature(margins)
+    temperature = evaluation.fit_temperature(margins)
     return {
-        **reward_model_report(chosen, rejected, gaps),
+        **evaluation.reward_model_report(chosen, rejected, gaps),
         "prompts": len(set(prompts)),
-        "accuracy_interval": accuracy_interval(margins, prompts),
-        "length_bias": length_bias(margins, gaps, prompts),
+        "accuracy_interval": evaluation.accuracy_interval(margins, prompts),
+        "length_bias": evaluation.length_bias(margins, gaps, prompts),
         "ties": (margins == 0).double().mean().item(),
         "length_unit": "tokens" if tokenizer else "words",
         "temperature": temperature,
-        "calibration_error_at_temperature": temperature and calibration_error(margins / temperature).item(),
-        "calibration_error_by_chance": calibration_error_by_chance(margins),
-        "reliability": reliability_bins(margins),
+        "calibration_error_at_temperature": temperature and evaluation.calibration_error(margins / temperature).item(),
+        "calibration_error_by_chance": evaluation.calibration_error_by_chance(margins),
+        "reliability": evaluation.reliability_bins(margins),
         "groups": {
-            name: accuracy_by_group(margins, [one.columns[name] for one, _ in pairs]) for name in group_columns
+            name: evaluation.accuracy_by_group(margins, [one.columns[name] for one, _ in pairs])
+            for name in group_columns
         },
     }
 
@@ -228,7 +215,7 @@ def _distributions(scored: dict[str, np.ndarray], shown: dict[str, list[Answer]]
             "compared_with": base,
             "mean_shift": float((own.mean() - known.mean()) / max(known.std(), 1e-12)),
             "above_99_percent": beyond.mean().item(),
-            "above_99_percent_interval": bootstrap_interval(beyond),
+            "above_99_percent_interval": evaluation.bootstrap_interval(beyond),
             "above_all": float((own > known.max()).mean()),
         }
     rows = [
@@ -281,8 +268,8 @@ def _probes(
     prompts, answers = zip(*(answer.texts() for answer in given), strict=True)
     try:
         sides = ([pair[side].texts()[1] for pair in mined] for side in (0, 1))
-        tried = [*phrases, *mine_phrases(*sides)]
-        return probe_reward(of_texts, prompts, answers, tried, seed=seed, rows=rows), ""
+        tried = [*phrases, *evaluation.mine_phrases(*sides)]
+        return evaluation.probe_reward(of_texts, prompts, answers, tried, seed=seed, rows=rows), ""
     except (TypeError, ValueError) as error:  # a reward that can score pairs may be unable to score an empty answer
         return [], f"The probes could not be run: {error}."
 

@@ -12,7 +12,13 @@ from torch.utils.hooks import RemovableHandle
 from transformers.utils import is_triton_available
 
 from ..functional import logprobs_and_entropies
-from ..upstream import names as upstream
+from ..upstream.names import (
+    FusedCausalLMOutput,
+    _backward_tile,
+    _forward_tile,
+    selective_log_softmax_and_entropy,
+    temporarily,
+)
 
 GIB = 2**30
 
@@ -69,14 +75,10 @@ def add_dense_lm_head(model: Any, temperature: float = 1.0, budget_gb: float = 1
             if len(logits) != len(targets):  # the model multiplies by the head's weight instead of calling it
                 logits = logits[predicts]
             if logits.is_cuda and is_triton_available():  # TRL's kernel is in Triton
-                logprobs, entropies = upstream.selective_log_softmax_and_entropy(
-                    logits, targets, temperature=temperature
-                )
+                logprobs, entropies = selective_log_softmax_and_entropy(logits, targets, temperature=temperature)
             else:
                 logprobs, entropies = logprobs_and_entropies(logits, targets, temperature, with_entropies)
-        return upstream.FusedCausalLMOutput(
-            log_probs=logprobs, entropy=entropies, aux_loss=getattr(output, "aux_loss", None)
-        )
+        return FusedCausalLMOutput(log_probs=logprobs, entropy=entropies, aux_loss=getattr(output, "aux_loss", None))
 
     model.forward = types.MethodType(forward, model)
 
@@ -88,9 +90,9 @@ def lm_head_in_place() -> AbstractContextManager:
     On a CPU this work makes large tensors, which a GPU's kernels do without. Without the work, a pass over fake
     tensors on a CPU takes as much memory as on a GPU. The results are wrong.
     """
-    tiles = (upstream._forward_tile, upstream._backward_tile)
+    tiles = (_forward_tile, _backward_tile)
     nothing = dict.fromkeys((tile.__name__ for tile in tiles), lambda *_, **__: None)
-    return upstream.temporarily(sys.modules[upstream._forward_tile.__module__], **nothing)
+    return temporarily(sys.modules[_forward_tile.__module__], **nothing)
 
 
 def _head_takes(head: nn.Module, places: Tensor) -> RemovableHandle:

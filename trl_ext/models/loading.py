@@ -16,7 +16,14 @@ from torch import Tensor, nn
 from transformers.integrations import deepspeed
 from transformers.utils import cached_file
 
-from ..upstream import names as upstream
+from ..upstream.names import (
+    create_model_from_path,
+    find_adapter_config_file,
+    is_deepspeed_zero3_enabled,
+    prepare_deepspeed,
+    prepare_fsdp,
+    temporarily,
+)
 from .adapters import HEAD, POLICY, AdapterSwitch, check_config, check_loaded, recorded_base
 from .weights import base_model_of
 
@@ -33,7 +40,7 @@ def is_adapter(path: Any, revision: str | None = None) -> bool:
     `path` on the hub, None for the default branch.
     """
     try:
-        return isinstance(path, str) and upstream.find_adapter_config_file(path, revision=revision) is not None
+        return isinstance(path, str) and find_adapter_config_file(path, revision=revision) is not None
     except OSError:  # nothing is there: loading it will say so
         return False
 
@@ -108,11 +115,11 @@ def load_adapted(
     base, base_revision = base_of(path, revision)
     kind = config.task_type or "CAUSAL_LM"
     needs_head = is_classifier and kind == "CAUSAL_LM"
-    is_whole = not upstream.is_deepspeed_zero3_enabled()
+    is_whole = not is_deepspeed_zero3_enabled()
     auto: Any = transformers.AutoModelForSequenceClassification if is_classifier else None
     labels = {"num_labels": 1} if is_classifier else {}
     with _ON_EACH_PROCESS() if is_classifier else nullcontext():
-        model = upstream.create_model_from_path(base, auto, revision=base_revision or "main", **labels, **kwargs)
+        model = create_model_from_path(base, auto, revision=base_revision or "main", **labels, **kwargs)
     weights = load_peft_weights(path, device="cpu", revision=revision)
     for is_wrong, message in [
         (
@@ -152,7 +159,7 @@ def load_merged(path: str, **kwargs: Any) -> Any:
     Under ZeRO-3 the adapter stays unmerged, since no process has a whole weight to merge into.
     """
     model = load_adapted(path, **kwargs)
-    if upstream.is_deepspeed_zero3_enabled():
+    if is_deepspeed_zero3_enabled():
         return model
     model = merge(model)
     for weight in model.parameters():  # as of a model that was loaded whole; PEFT has frozen them
@@ -377,9 +384,9 @@ class Loader:
     def placed(self, model: nn.Module, shard: bool = True) -> Any:
         """Place a frozen model on its device; return it. ZeRO-3 shards it; FSDP shards it only if `shard` is set."""
         if self.is_deepspeed:
-            return upstream.prepare_deepspeed(model, self.accelerator)
+            return prepare_deepspeed(model, self.accelerator)
         if shard and self.accelerator.distributed_type == DistributedType.FSDP:
-            return upstream.prepare_fsdp(model, self.accelerator)
+            return prepare_fsdp(model, self.accelerator)
         return self.accelerator.prepare_model(model, evaluation_mode=True, device_placement=True)
 
 
@@ -392,9 +399,7 @@ def whole_on_each_process() -> Iterator[None]:
     """
     from ..upstream.names import _hf_deepspeed_config_weak_ref as zero  # its present value
 
-    without_zero3 = (
-        nullcontext() if zero is None else upstream.temporarily(deepspeed, _hf_deepspeed_config_weak_ref=None)
-    )
+    without_zero3 = nullcontext() if zero is None else temporarily(deepspeed, _hf_deepspeed_config_weak_ref=None)
     with _ON_EACH_PROCESS(), without_zero3:
         yield
 

@@ -39,7 +39,13 @@ def on_page_markdown(markdown, page, **_):
         start, link, anchor = match.groups()
         return f"{start}{posixpath.relpath(site_page(uri, link), posixpath.dirname(uri) or '.')}{anchor or ''})"
 
-    return LINK.sub(moved, markdown)
+    return re.sub(r"(?m)^::: ([\w.]+)\n    options: \{", with_members, LINK.sub(moved, markdown))
+
+
+def with_members(match):
+    """The head of a package's list, with the names that the package exports, if it lists them for `lazily`."""
+    names = getattr(importlib.import_module(match[1]), "__all__", None)
+    return match[0] + (f"members: [{', '.join(names)}], " if names else "")
 
 
 def site_page(uri, link):

@@ -223,7 +223,7 @@ TRAINING_CODE = [(page, code) for page, code in blocks("python") if ".train()" i
     ],
 )
 def test_python_runs(page, code, hub, tmp_path, monkeypatch):
-    rows = prompts(32)
+    rows = prompts(96)
     if "DPOTrainer(" in code:
         rows = rows.map(lambda row: {"chosen": " the cat sat", "rejected": " a dog"})
     monkeypatch.setattr("datasets.load_dataset", lambda *args, **kwargs: rows)

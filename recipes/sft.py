@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> None:
     def load(name: str, split: str):
         config = script_args.dataset_config if name == script_args.dataset_name else None
         dataset = load_dataset_split(name, split, config=config, columns=())
-        if not {"messages", "input_ids"} & {*dataset.column_names}:
+        if not {"messages", "conversations", "input_ids"} & {*dataset.column_names}:
             needed = "completion" if "prompt" in dataset.column_names else training_args.dataset_text_field
             dataset.select_columns(needed)  # which raises a `ValueError` if it is missing
         return one_form(dataset, f"dataset {name!r}")

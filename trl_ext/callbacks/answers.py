@@ -214,11 +214,12 @@ class GoldGapCallback(MonitorCallback):
                     yield Finding("the proxy rose more than the gold score", advice, *found)
         # Of a win's variance, 1/4 or less, 1/6 is of the answers now. The prompts and the start policy's answers,
         # which all evaluations share, may make up all of it, so that no number of evaluations lessens their part.
-        # A tie has none, as in a sign test
+        # A tie has none at a rate of one half, as in a sign test
         own = None
         shared = 0.0
         if rows is not None:
-            decided = 1 - (self._number("eval_gold/tie_rate", metrics) or 0.0)
+            ties = self._number("eval_gold/tie_rate", metrics) or 0.0
+            decided = max(1 - ties, abs(2 * self.win_rate - 1))
             own = math.sqrt(decided / (6 * rows))
             shared = 0.5 * math.sqrt(decided / rows)
         rates = self.follow("win_rate", self._number("eval_gold/win_rate", metrics), error=own)

@@ -399,7 +399,8 @@ def adapter_facts(policy: Any) -> dict[str, Any]:
     Return the settings of the policy's adapters, by keys such as "adapter default r". If there is a reference adapter,
     the key "reference adapter's weights" has a hash of its weights.
 
-    A run that resumes compares them with the checkpoint's, and raises if one differs.
+    A run that resumes compares them with the checkpoint's: the hash, rank, α and modules must be the same, other
+    settings are printed.
     """
     # These settings tell where an adapter came from, or are set by PEFT while the adapter is used
     left_out = ("base_model_name_or_path", "revision", "inference_mode", "task_type", "auto_mapping", "peft_version")

@@ -68,10 +68,10 @@ class KLController:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        return {"kl_coef": self.kl_coef, "set": (self.args.kl_coef, self.args.kl_controller)}
+        return {"kl_coef": self.kl_coef, "start": self.args.kl_coef, "kind": self.args.kl_controller}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["set"] == (self.args.kl_coef, self.args.kl_controller):  # else the run begins anew from what is set
+        if (state["start"], state["kind"]) == (self.args.kl_coef, self.args.kl_controller):  # else: as it is now set
             self.kl_coef = state["kl_coef"]
 
 
@@ -184,7 +184,7 @@ class LearningRateController:
         # to the square of the factors' sum
         moved = torch.tensor([0.0, *accumulate(self._used)][-len(last) :], dtype=torch.float64)
         shares = (moved / moved[-1]) ** 2 if taken else torch.ones(1)
-        kl = float(last[:, 0].sum() / (last[:, 1] * shares).sum().clamp(min=1e-6))
+        kl = float((last[:, 0] * shares).sum() / (last[:, 1] * shares**2).sum().clamp(min=1e-6))
         self._choices = float(last[:, 1].sum() / last[:, 3].sum().clamp(min=1e-6))
         target = self.present_target
         share = taken / steps

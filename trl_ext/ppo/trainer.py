@@ -1143,6 +1143,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             # In the middle of a rollout only the end of a run is saved: what resumes it samples the rollout again
             "step": self._step - self._step % self._micro_steps_per_rollout,  # micro-batches trained on
             "learning_rate": self.args.learning_rate,
+            "rewards": self._rewards_and_weights,
             **{name: getattr(self, name).state_dict() for name in _WITH_STATE},
             "trl_metrics": dict(self._metrics["train"]),  # what TRL's own code has noted since the last log
             # The Trainer would start its loss sums anew, and the first log after resuming would cover fewer steps
@@ -1163,14 +1164,19 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         self._step = state["step"]
         for name in _WITH_STATE:
             getattr(self, name).load_state_dict(state[name])
-        if self._is_changed:
-            self.reward_normalizer.reference_mean = None  # of other rewards, perhaps
-            self.learning_rate_controller.rescale(state["learning_rate"] / (self.args.learning_rate or 1.0))
+        if state["rewards"] != self._rewards_and_weights:
+            self.reward_normalizer.reference_mean = None
+        if state["learning_rate"] and self.args.learning_rate:
+            self.learning_rate_controller.rescale(state["learning_rate"] / self.args.learning_rate)
         self._metrics["train"].update(state["trl_metrics"])
         self._tr_loss = state["tr_loss"].to(self.args.device)
         self._total_loss_scalar = state["total_loss"]
         self._globalstep_last_logged = state["last_logged"]
         self._load_environments(state["environments"])
+
+    @property
+    def _rewards_and_weights(self) -> list:
+        return [self.reward_func_names, self.reward_weights.tolist()]
 
     def _state_file(self, checkpoint: str) -> str:
         return os.path.join(checkpoint, f"ppo_state_{self.args.process_index}.pt")

@@ -33,7 +33,7 @@ _MAY_DIFFER = tuple(
 # state is of these weights, and a count of steps is of one size of steps and rollouts
 _MUST_BE_SAME = (
     "model: ",
-    "adapter ",
+    *(f"adapter {name} {key}: " for name in ("default", "critic") for key in ("r", "lora_alpha", "target_modules")),
     "reference",
     "critic: ",
     "rows per step: ",
@@ -153,7 +153,7 @@ class ResumableRun(AgreedControl, BackgroundSaving):
         if not any(weight.requires_grad for weight in policy.parameters()):
             raise ValueError(
                 "No weight of the model requires a gradient, so nothing would be trained. PEFT freezes what it "
-                "merges: call `model.requires_grad_(True)`."
+                "merges: call `model.requires_grad_(True)`. An adapter must be merged before, or be trainable."
             )
         with Hold(self.args.output_dir):
             if not self._facts:  # only at the first call: training changes what was passed in

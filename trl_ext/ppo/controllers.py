@@ -68,10 +68,12 @@ class KLController:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        return {"kl_coef": self.kl_coef, "start": self.args.kl_coef, "kind": self.args.kl_controller}
+        adapts = self.args.kl_controller == "adaptive"
+        return {"kl_coef": self.kl_coef, "start": self.args.kl_coef, "adapts": adapts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if (state["start"], state["kind"]) == (self.args.kl_coef, self.args.kl_controller):  # else: as it is now set
+        now = self.state_dict()
+        if (state["start"], state["adapts"]) == (now["start"], now["adapts"]):  # else the new settings count
             self.kl_coef = state["kl_coef"]
 
 

@@ -139,7 +139,7 @@ def test_the_kl_is_that_of_the_last_pass():
         sums = torch.tensor([kl * choices, choices, 1.0, 1.0], dtype=torch.float64)
         assert controller.observe(sums, taken, 8) == pytest.approx(kl)
         used.append(controller.factor)
-    assert len(set(used)) > 2
+    assert max(used) > 2 * min(used)
 
 
 def test_a_ceiling_from_a_passing_overshoot_does_not_stay():

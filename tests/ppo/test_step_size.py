@@ -132,7 +132,7 @@ def test_a_learning_rate_that_overshot_does_not_come_back_soon():
 
 
 def test_the_kl_is_that_of_the_last_pass():
-    """KL = c · (sum of factors)² at each minibatch, of which some have hardly a choice."""
+    """Each minibatch's KL is c · (sum of factors)². Some minibatches have hardly a choice."""
     controller, used = LearningRateController(0.1, minibatches=4), []
     for taken, choices in enumerate([5.0, 0.5, 1.0, 9.0, 0.0, 3.0, 2.0, 7.0]):
         kl = 0.02 * sum(used) ** 2

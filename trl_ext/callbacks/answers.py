@@ -145,8 +145,7 @@ class GoldGapCallback(MonitorCallback):
             trainer's model greedily answers the first prompts of its evaluation set, from the column `prompt`.
             `judge`, a reward function, async or not, scores the answers; it also gets the other columns. Then
             `eval_gold/mean` and `eval_gold/std` are logged, and from the second evaluation on `eval_gold/win_rate` and
-            `eval_gold/tie_rate`.
-            `eval_gold/mean` can be the `metric_for_best_model`.
+            `eval_gold/tie_rate`. `eval_gold/mean` can be the `metric_for_best_model`.
         num_prompts: number of prompts that `trainer` answers. With fewer than about 16 no win rate is significant.
         max_new_tokens: maximum length of these answers, in tokens.
         others: see [`MonitorCallback`].
@@ -214,7 +213,7 @@ class GoldGapCallback(MonitorCallback):
                     yield Finding("the proxy rose more than the gold score", advice, *found)
         # Of a win's variance, 1/4 or less, 1/6 is of the answers now. The prompts and the start policy's answers,
         # which all evaluations share, may make up all of it, so that no number of evaluations lessens their part.
-        # A tie has none at a rate of one half, as in a sign test
+        # At a win rate of one half a tie adds no variance, as in a sign test
         own = None
         shared = 0.0
         if rows is not None:

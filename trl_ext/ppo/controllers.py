@@ -89,8 +89,8 @@ class LearningRateController:
             certain of, as [`step_kl_sums`] counts it.
         episodes: number of episodes n in a rollout, all processes. The target is multiplied by n/64 if n < 64, since
             the gradient is then noisier; by n/128 if n > 128, but at most by 2.
-        kl_limit: largest KL by which a rollout's updates may move the policy, in nats per completion. The target is
-            lowered if it exceeds this bound, as it does where completions have many choices.
+        kl_limit: largest KL at which a rollout's updates should end, in nats per completion. It lowers the target
+            where completions have many choices.
         minibatches: number of minibatches in a rollout; the KL is measured over the last that many.
     """
 
@@ -116,7 +116,7 @@ class LearningRateController:
         self.was_near_target = False  # whether the target has been in reach
         self.ceiling = math.inf  # of the factor
         self.is_on = True  # off where the policy is not trained
-        self.used = 1.0  # factor of the last optimizer step
+        self.last_factor = 1.0  # of the last optimizer step
         self._hooked: Any = None
         self._used: list[float] = []  # factors of this rollout's steps
         self._sums: list[Tensor] = []  # of its minibatches
@@ -132,9 +132,9 @@ class LearningRateController:
 
         def before(optimizer: Any, *_: Any) -> None:
             rates[:] = [group["lr"] for group in optimizer.param_groups]
-            self.used = self.factor_in_use
+            self.last_factor = self.factor_in_use
             for group in optimizer.param_groups:
-                group["lr"] = group["lr"] * self.used
+                group["lr"] = group["lr"] * self.last_factor
 
         def after(optimizer: Any, *_: Any) -> None:
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -182,8 +182,8 @@ class LearningRateController:
         del self._used[taken:], self._sums[taken:]
         self._sums.append(sums.cpu().double())
         last = torch.stack(self._sums[-self.minibatches :])  # a single minibatch would be noisy
-        # A minibatch that was measured earlier is compared with the KL that was to be expected by then: in proportion
-        # to the square of the factors' sum
+        # The expected KL grows as the square of the sum of the factors so far. `kl` fits it to all of `last` by least
+        # squares
         moved = torch.tensor([0.0, *accumulate(self._used)][-len(last) :], dtype=torch.float64)
         shares = (moved / moved[-1]) ** 2 if taken else torch.ones(1)
         kl = float((last[:, 0] * shares).sum() / (last[:, 1] * shares**2).sum().clamp(min=1e-6))
@@ -216,11 +216,10 @@ class LearningRateController:
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        names = "factor", "requested_scale", "was_near_target", "ceiling"
-        for name in (
-            names if self.target and state["target"] else ("requested_scale",)
-        ):  # a run without a target has no factor
-            setattr(self, name, state[name])
+        self.requested_scale = state["requested_scale"]
+        if self.target and state["target"]:  # a run without a target has found no factor
+            for name in ("factor", "was_near_target", "ceiling"):
+                setattr(self, name, state[name])
 
 
 _DECAY = 0.9  # factor of the sum over earlier rollouts, at each new rollout

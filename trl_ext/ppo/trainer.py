@@ -983,7 +983,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             for name in GRPO_ONLY_METRICS:
                 self._metrics["train"].pop(name, None)
             if "learning_rate" in logs:
-                logs["learning_rate"] *= self.learning_rate_controller.used
+                logs["learning_rate"] *= self.learning_rate_controller.last_factor
             report = self.metrics.report(start_time)
             self._metrics["train"].update({name: [number] for name, number in report.items()})
         # As JSON: a policy may call a tool with any value, but a table needs one type for each column

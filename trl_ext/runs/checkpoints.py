@@ -84,9 +84,9 @@ class ResumableRun(AgreedControl, BackgroundSaving):
     checkpoint in `output_dir`; with a path in place of True, from the checkpoint at that path.
 
     - Settings that differ from those of the run that wrote the checkpoint are printed. [`CannotResume`] is raised if
-      one of these differs: the base or start model, the reference, whether PPO has a critic, `num_mini_batches`,
-      `num_ppo_epochs`, or the number of rows in an optimizer step. If each process has saved a part of the checkpoint,
-      the number of processes must also be the same.
+      one of these differs: the base or start model, an adapter's rank, α or modules, the reference, whether PPO has a
+      critic, `num_mini_batches`, `num_ppo_epochs`, or the number of rows in an optimizer step. If each process has
+      saved a part of the checkpoint, the number of processes must also be the same.
     - If the run is complete, the checkpoint is loaded, and nothing is trained. Under ZeRO-3 this raises an error.
     - If a monitor ended the run in `output_dir`, `train` raises [`~trl_ext.runs.control.Stopped`], unless
       `resume_anyway` is set, or `resume_from_checkpoint=False` restarts the run.

@@ -254,12 +254,7 @@ def remove_links(output_dir: Path) -> None:
 
 
 MARKER = "trl_ext_complete.json"
-_NO_STATE = {
-    MARKER,
-    f"{MARKER}.tmp",
-    "README.md",
-    "checkpoint-is-incomplete.txt",
-}  # the last by `enable_jit_checkpoint`
+_NO_STATE = {MARKER, f"{MARKER}.tmp", "README.md", "checkpoint-is-incomplete.txt"}  # that by `enable_jit_checkpoint`
 
 
 def write_marker(checkpoint: str | os.PathLike[str], settings: dict[str, Any]) -> int:
@@ -271,7 +266,7 @@ def write_marker(checkpoint: str | os.PathLike[str], settings: dict[str, Any]) -
 
     Args:
         checkpoint: the checkpoint's folder.
-        settings: the run's settings, with which a resumed run compares its own.
+        settings: the run's settings. A resumed run compares them with its own.
     """
     folder = Path(checkpoint)
     paths = [path for path in sorted(folder.rglob("*")) if path.name not in _NO_STATE]

@@ -37,14 +37,6 @@ def group(nodeid):
     return nodeid.split("::")[0] + (mode[0] if mode else "")
 
 
-@pytest.fixture(autouse=True)
-def no_default_folder():
-    """A recorded run sets the folder of all watches in its process; the next test's watches would write there, too."""
-    yield
-    if module := sys.modules.get("trl_ext.rewards.watches"):
-        module.CompletionLog.default_folder = None
-
-
 @pytest.fixture
 def token_rewards(monkeypatch):
     """The token rewards that went into GAE, one tensor a rollout."""

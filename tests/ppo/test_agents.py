@@ -9,6 +9,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -332,8 +333,13 @@ def test_where_all_generate_together_each_draws_as_often_as_the_one_with_most_ro
     trainer._collection = Collection([{"prompt": "Tea?", "target": 1}], None, None, most_rows=5)
     trainer._tokens_left = lambda _: 2
     monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", counted)
-    answers, _ = trainer._generate_answers([[9, 10], [9], [11]], None, {}, 1)
+    prompts = [[9, 10], [9], [11]]
+    answers, _ = trainer._generate_answers(prompts, None, {}, 1)
     assert sizes == [2, 1, 1] and len(answers) == 3
+    # From vLLM, TRL gives each process as many of all answers as it has prompts
+    monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", lambda self, ids, *_: (ids, [[0.0]] * len(ids)))
+    trainer.use_vllm, trainer._vllm_server = True, SimpleNamespace(answered=lambda all: all if len(all[0]) == 5 else 0)
+    assert trainer._generate_answers(prompts, None, {}, 1) == (prompts, [[0.0]] * 3)
 
 
 @pytest.mark.slow

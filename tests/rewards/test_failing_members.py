@@ -82,3 +82,18 @@ def test_what_a_judge_withholds_pays_nowhere_through_a_cache_either():
         assert capped(prompts=["", ""], completions=["0", "1"])[1] is None
         assert cached(prompts=["", ""], completions=["0", "1"]) == [None, None]
     assert asked == [["0", "1"]] * 4
+
+
+def test_a_row_that_is_rejected_fails_and_one_that_nothing_applies_to_does_not():
+    """PPO leaves a failed row out; one that does not apply it trains on with the other rewards, which could pay."""
+
+    def gives(*scores):
+        return lambda completions, **kwargs: list(scores)
+
+    def found(reward):
+        return ["fails" if score != score else score for score in reward.scores_or_nan([""] * 4, [""] * 4)]
+
+    low, high = gives(1.0, 1.0, 1.0, None), gives(1.0, 9.0, None, None)
+    assert found(EnsembleReward([low, high], max_disagreement=2.0)) == [1.0, "fails", "fails", None]
+    assert found(ConstitutionReward(low, [high], cap=0.0, minimum=2.0)) == [0.0, 1.0, "fails", "fails"]
+    assert found(ConstitutionReward(low, [gives(2.0, 2.0, 2.0, 2.0)])) == [1.0, 1.0, 1.0, None]

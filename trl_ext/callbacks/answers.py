@@ -110,7 +110,7 @@ class AnswersCallback(TrainerCallback):
         given = generate_answers(self.trainer, self.prompts, max_new_tokens=128)
         if state.is_world_process_zero:
             nothing: list[dict[str, Any]] = [{} for _ in self.prompts]
-            self._completion_log.write_rows(self.prompts, given["completions"], nothing, state.global_step)
+            self._completion_log.write_rows(self.prompts, given["completions"], nothing, state, state.global_step)
 
     on_train_end = on_evaluate
 

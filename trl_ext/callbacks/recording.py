@@ -67,7 +67,7 @@ class JSONLCallback(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         folder = self.folder or (Path(args.output_dir) / PRIVATE_FOLDER if args.push_to_hub else args.output_dir)
-        CompletionLog.default_folder = str(folder)
+        state.trl_ext_folder = str(folder)  # for `CompletionLog`; not one of the fields that checkpoints keep
         if self._writer is None and (self.every_process or state.is_world_process_zero):
             self._writer = JSONLWriter(Path(folder) / f"metrics.rank{PartialState().process_index}.jsonl")
         self._introduced, self._tokens = False, None  # tokens so far, and the time in seconds
@@ -143,7 +143,8 @@ class SamplesCallback(TrainerCallback):
         scores = {name: first(column) for name, column in table["rewards"].items()}
         by_row = zip(*scores.values(), strict=True)
         rows = without_nan([dict(zip(scores, row, strict=True)) for row in by_row])
-        CompletionLog().write_rows(first(table["prompt"]), first(table["completion"]), rows, state.global_step - 1)
+        step = state.global_step - 1
+        CompletionLog().write_rows(first(table["prompt"]), first(table["completion"]), rows, state, step)
 
 
 # ---- Exports ----
@@ -322,6 +323,8 @@ def record_run(trainer: Any, samples: bool = False) -> None:
 
     if own(JSONLCallback) is None:
         trainer.add_callback(JSONLCallback(every_process=False))
+        if own(AnswersCallback) is not None:  # when training begins, it needs the folder
+            trainer.add_callback(trainer.pop_callback(AnswersCallback))
     recorder = own(JSONLCallback)
     if samples and own(SamplesCallback) is None:
         trainer.add_callback(SamplesCallback(trainer=trainer))

@@ -146,8 +146,12 @@ class RolloutTrainer(GRPOTrainer):
             self._ahead.wait_for_all()  # TRL may send the server new weights
         with self.metrics.timed("generate"):
             if self.use_vllm:
+                # Of all processes' answers TRL gives each process as many as it has prompts, so all need equally many
+                rows = len(prompt_ids)
+                prompt_ids = [*prompt_ids, *padding * (self._collection.most_rows - rows)]
                 answers = generate(prompt_ids, *args, **kwargs)
-                return answers if self._vllm_server is None else self._vllm_server.answered(answers)
+                answers = answers if self._vllm_server is None else self._vllm_server.answered(answers)
+                return answers[0][:rows], answers[1] and answers[1][:rows]
             recorder = SamplerRecorder() if self._keeps_logprobs else None
             recording = {"sampler_recorder": recorder, "histories": self._collection.histories}
             longest = self._tokens_left(prompt_ids)
@@ -196,11 +200,12 @@ class RolloutTrainer(GRPOTrainer):
     @property
     def _generates_together(self) -> bool:
         """
-        Return whether all processes must generate at the same time, because weights are sharded, or because one
-        process sends all prompts to a vLLM server.
+        Return whether all processes must generate at the same time, because weights are sharded, or because vLLM
+        generates for several processes at once.
         """
         is_sharded = self._dist.is_zero3 or self.is_fsdp_enabled
-        return self.accelerator.num_processes > 1 and (is_sharded or (self.use_vllm and self.vllm_mode == "server"))
+        gathers = self.use_vllm and (self.vllm_mode == "server" or self.args.vllm_tensor_parallel_size > 1)
+        return self.accelerator.num_processes > 1 and (is_sharded or gathers)
 
     def _agree_on_rows(self, rows: int) -> int:
         """Store and return the maximum over processes of `rows`, a process's number of prompts in this turn."""

@@ -77,14 +77,14 @@ def load_rewards(reward_funcs: list, tokenizers: list, args: PPOConfig) -> None:
     Where `tokenizers` has None for such a model, load the model's tokenizer into `tokenizers`.
     """
     kwargs = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
+    kwargs.pop("revision", None)  # it is the policy's
     if args.world_size > 1 or args.deepspeed_plugin is not None:
         kwargs["device_map"] = None
-    of_tokenizer = {name: kwargs.get(name) for name in ("revision", "trust_remote_code")}
     for i, path in enumerate(reward_funcs):
         if isinstance(path, str):
             reward_funcs[i] = load_reward_model(path, **kwargs)
             if tokenizers[i] is None:
-                tokenizers[i] = AutoTokenizer.from_pretrained(path, **of_tokenizer)
+                tokenizers[i] = AutoTokenizer.from_pretrained(path, trust_remote_code=kwargs["trust_remote_code"])
 
 
 def check_base(policy: Any, accelerator: Any, use_vllm: bool) -> None:

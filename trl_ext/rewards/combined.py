@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from ..functional import Combine, disagreement, ensemble_score
-from .member import HoldsRewards, Member, OnError, checked_name, distinct, scores_of_all
+from .member import FAILED, HoldsRewards, Member, OnError, TellsFailures, checked_name, distinct, scores_of_all
 from .scores import log_to, of_rows, without_failures
 
 
-class EnsembleReward(HoldsRewards):
+class EnsembleReward(TellsFailures, HoldsRewards):
     """
     Score answers by several reward functions that measure the same thing, and log how much they disagree.
 
@@ -25,7 +25,8 @@ class EnsembleReward(HoldsRewards):
     answers. [`~trl_ext.callbacks.RewardDisagreementCallback`] alerts when it grows.
 
     If any member scores a row None, the row's score is None, whatever `combine` is. Otherwise an answer could gain by
-    a failure: without the lowest score, the mean or minimum of the other scores is higher. For members that judge
+    a failure: without the lowest score, the mean or minimum of the other scores is higher. For the same reason PPO
+    does not train on the row, whatever other rewards give it, unless all members score it None. For members that judge
     different things, pass a list of rewards to the trainer. Members that wait for a server or other processes run at
     the same time, in threads.
 
@@ -36,7 +37,7 @@ class EnsembleReward(HoldsRewards):
             times the members' standard deviation.
         uncertainty_coef: factor >= 0 of the standard deviation, with `"uncertainty"`.
         max_disagreement: largest standard deviation of the members' scores of a row. A row above it scores None, and
-            the share of rows above it is logged as `rewards/<name>/rejected`. None: no limit.
+            PPO does not train on it. The share of such rows is logged as `rewards/<name>/rejected`. None: no limit.
         normalize: standardise each member's scores, for members of different scales. Their means and standard
             deviations are read from the recipe's folder, which measured them on held-out answers.
         on_error: what happens if a member fails, see [`~trl_ext.rewards.member.Member`]. `"skip"` leaves the row
@@ -89,11 +90,12 @@ class EnsembleReward(HoldsRewards):
         of = called or "_".join(member.name for member in self.members)
         self.__name__ = checked_name(name, f"{combine}_of_{of}")
 
-    def __call__(
+    def scores_or_nan(
         self, prompts: list, completions: list, completion_ids: Any = None, log_metric: Any = None, **kwargs: Any
     ) -> list[float | None]:
         """
-        Return each completion's combined score; None if a member gives no score, or the members disagree too much.
+        Return each completion's combined score; None if no member applies to it; NaN if a member gives no score, or
+        the members disagree too much.
 
         The arguments are those of a reward function; TRL's functions that log may be None.
         """
@@ -115,7 +117,8 @@ class EnsembleReward(HoldsRewards):
             combined[rejected] = math.nan
             metrics["rejected"] = rejected.double().mean().item()
         log_to(log_metric, metrics, self)
-        return without_failures(combined.tolist())
+        applies = [set(row) != {None} for row in zip(*members, strict=True)]
+        return [score if row else None for row, score in zip(applies, combined.tolist(), strict=True)]
 
 
 def _loaded(members: Sequence[Callable | str], model_kwargs: dict[str, Any]) -> list[Callable]:
@@ -135,7 +138,7 @@ def _loaded(members: Sequence[Callable | str], model_kwargs: dict[str, Any]) -> 
     ]
 
 
-class ConstitutionReward(HoldsRewards):
+class ConstitutionReward(TellsFailures, HoldsRewards):
     """
     Cap the score of answers that break a principle.
 
@@ -144,9 +147,9 @@ class ConstitutionReward(HoldsRewards):
     `cap`, and is `cap` if `reward` does not apply. The `judge`, one more principle, is asked only about answers that
     break none of `members`, which should be cheap rules.
 
-    If a principle gives an answer no score, and the answer breaks no other principle, the answer scores None, so that
-    it is not rewarded. An answer also scores None if `reward` fails on it and is skipped: the missing score might be
-    below `cap`.
+    If a principle gives an answer no score, and the answer breaks no other principle, the answer scores None, and PPO
+    does not train on it, whatever other rewards give it. The same happens if `reward` fails on the answer and is
+    skipped: the missing score might be below `cap`.
 
     Logs:
 
@@ -195,11 +198,12 @@ class ConstitutionReward(HoldsRewards):
         self.names = distinct([each.name for each in (*self.members, self.judge) if each])
         self.__name__ = checked_name(name, f"constitution_{self.reward.name}")
 
-    def __call__(
+    def scores_or_nan(
         self, prompts: list, completions: list, completion_ids: Any = None, log_metric: Any = None, **kwargs: Any
     ) -> list[float | None]:
         """
-        Return each completion's score, capped if the completion breaks a principle; None if there is no score.
+        Return each completion's score, capped if the completion breaks a principle; None if `reward` does not apply;
+        NaN if it fails, or if a principle gives no score.
 
         The arguments are those of a reward function; TRL's functions that log may be None.
         """
@@ -224,14 +228,14 @@ class ConstitutionReward(HoldsRewards):
         unknown = [None in row and not any(row) for row in zip(*verdicts, strict=True)]
         for row, score in enumerate(scores):
             if unknown[row]:
-                scores[row] = None
+                scores[row] = FAILED
             elif breaks[row]:
                 if score is None:
                     scores[row] = self.cap
                 elif not math.isnan(score):
                     scores[row] = min(score, self.cap)
         log_to(log_metric, shares | {"violations": fmean(breaks), "unchecked": fmean(unknown)}, self)
-        return without_failures(scores)
+        return scores
 
 
 def _verdicts(scores: list[float | None], minimum: float) -> list[bool | None]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 import time
 import unicodedata
 from collections import Counter, defaultdict
@@ -35,9 +36,9 @@ class CompletionLog:
     """
 
     __name__ = "watch"
-    default_folder: str | None = None  # set by JSONLCallback, for watches without a folder of their own
     # File → where the rows of the last rollout begin and end in it, and these rows
     _newest: ClassVar[dict[Path, tuple[int, int, list[dict[str, Any]]]]] = {}
+    _lock: ClassVar[threading.Lock] = threading.Lock()  # watches of rewards in the background write from threads
 
     def __init__(self, folder: str | os.PathLike[str] | None = None, score: float | None = None):
         self.folder = folder
@@ -45,14 +46,16 @@ class CompletionLog:
         hide_none_logged()
         self._writers: dict[Path, JSONLWriter] = {}
 
-    def write(self, file: str, rows: list[dict[str, Any]]) -> None:
-        """Append rows to `{file}.rank{r}.jsonl` in the folder; do nothing if there is no folder."""
-        if (path := self._path(file)) is not None:
+    def write(self, file: str, rows: list[dict[str, Any]], trainer_state: Any) -> None:
+        """Append rows to `{file}.rank{r}.jsonl` in the run's folder; do nothing if there is no folder."""
+        if (folder := self.folder_of(trainer_state)) is not None:
+            path = folder / f"{file}.rank{PartialState().process_index}.jsonl"
             self._writers.setdefault(path, JSONLWriter(path)).write(*rows)
 
-    def _path(self, file: str) -> Path | None:
-        folder = self.folder if self.folder is not None else CompletionLog.default_folder
-        return None if folder is None else Path(folder) / f"{file}.rank{PartialState().process_index}.jsonl"
+    def folder_of(self, trainer_state: Any) -> Path | None:
+        """Return the watch's own folder, else that of the `JSONLCallback` of the run with this state, else None."""
+        folder = self.folder if self.folder is not None else getattr(trainer_state, "trl_ext_folder", None)
+        return None if folder is None else Path(folder)
 
     def write_completions(self, prompts: list, completions: list, scores: list[Any], trainer_state: Any) -> None:
         """
@@ -60,37 +63,41 @@ class CompletionLog:
         `scores`: a number or a dict. `trainer_state`, TRL's, has the step; None for no step.
         """
         step = getattr(trainer_state, "global_step", None)
-        self.write_rows(prompts, completions, [{self.__name__: score} for score in scores], step)
+        self.write_rows(prompts, completions, [{self.__name__: score} for score in scores], trainer_state, step)
 
-    def write_rows(self, prompts: list, completions: list, scores: list[dict[str, Any]], step: int | None) -> None:
+    def write_rows(
+        self, prompts: list, completions: list, scores: list[dict[str, Any]], trainer_state: Any, step: int | None
+    ) -> None:
         """
         Append completions to `completions.rank{r}.jsonl`, each with its prompt, the step (None: unknown) and an entry
         of `scores`, a mapping from names to scores.
 
         If another watch has just written some of the same completions, add the scores to the lines that it wrote.
         """
-        if (path := self._path("completions")) is None:
+        if (folder := self.folder_of(trainer_state)) is None:
             return
-        head = {"timestamp": time.time(), "step": step, "rank": PartialState().process_index}
-        size = path.stat().st_size if path.is_file() else 0
-        begin, end, written = CompletionLog._newest.get(path, (0, -1, []))
-        same = defaultdict(list)
-        for row in written if end == size else []:  # else something else has written since
-            same[_answer(row)].append(row)
-        new = []
-        for prompt, completion, named in zip(prompts, completions, scores, strict=True):
-            row = {**head, "prompt": text_of(prompt), "completion": recorded(completion), "scores": named}
-            if old := same[_answer(row)]:
-                first = old.pop(0)["scores"]
-                first |= named | first
-            else:
-                new.append(row)
-        if len(new) < len(scores):
-            os.truncate(path, begin)
-            size = begin
-            new = written + new
-        self.write("completions", new)
-        CompletionLog._newest[path] = size, path.stat().st_size if path.is_file() else 0, new
+        path = folder / f"completions.rank{PartialState().process_index}.jsonl"
+        with CompletionLog._lock:
+            head = {"timestamp": time.time(), "step": step, "rank": PartialState().process_index}
+            size = path.stat().st_size if path.is_file() else 0
+            begin, end, written = CompletionLog._newest.get(path, (0, -1, []))
+            same = defaultdict(list)
+            for row in written if end == size else []:  # else something else has written since
+                same[_answer(row)].append(row)
+            new = []
+            for prompt, completion, named in zip(prompts, completions, scores, strict=True):
+                row = {**head, "prompt": text_of(prompt), "completion": recorded(completion), "scores": named}
+                if old := same[_answer(row)]:
+                    first = old.pop(0)["scores"]
+                    first |= named | first
+                else:
+                    new.append(row)
+            if len(new) < len(scores):
+                os.truncate(path, begin)
+                size = begin
+                new = written + new
+            self.write("completions", new, trainer_state)
+            CompletionLog._newest[path] = size, path.stat().st_size if path.is_file() else 0, new
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_writers": {}}  # open files do not pickle
@@ -162,7 +169,7 @@ class GoldJudgeReward(HoldsRewards, CompletionLog):
         judged = numbers_of(scores_in(returned, len(rows)))
         step = getattr(trainer_state, "global_step", 0)
         if self._start_step is None:
-            self._start_step = step if step == 0 else self._read_start(step)
+            self._start_step = step if step == 0 else self._read_start(trainer_state, step)
         wins: list[float] = []
         for prompt, answer, score in zip(given["prompts"], given["completions"], judged, strict=True):
             key = json.dumps(prompt, ensure_ascii=False, default=str)
@@ -171,7 +178,8 @@ class GoldJudgeReward(HoldsRewards, CompletionLog):
             if step == self._start_step:
                 self._start.setdefault(key, []).append(score)
                 row = {"run": self._run, "processes": PartialState().num_processes, "step": step, "prompt": key}
-                self.write("gold_start", [{**row, "completion": text_of(answer), "score": score}])
+                rows_of_start = [{**row, "completion": text_of(answer), "score": score}]
+                self.write("gold_start", rows_of_start, trainer_state)
             else:
                 for old in self._start.get(key, []):
                     wins.append(0.5 * ((score > old) + (score >= old)))
@@ -182,10 +190,10 @@ class GoldJudgeReward(HoldsRewards, CompletionLog):
         self.write_completions(given["prompts"], given["completions"], judged, trainer_state)
         return scores
 
-    def _read_start(self, step: int) -> int:
+    def _read_start(self, trainer_state: Any, step: int) -> int:
         """Read the scores of the start policy that an interrupted run wrote; return their step, or `step` if none."""
-        folder = self.folder if self.folder is not None else CompletionLog.default_folder
-        paths = [] if folder is None else sorted(Path(folder).glob("gold_start.rank*.jsonl"))
+        folder = self.folder_of(trainer_state)
+        paths = [] if folder is None else sorted(folder.glob("gold_start.rank*.jsonl"))
         files = [rows for path in paths if (rows := list(read_jsonl(path)))]
         newest = max((rows[-1] for rows in files), key=lambda row: row["run"], default={})
         for rows in files:  # earlier runs wrote to the same files and, with more processes, to more of them
@@ -400,7 +408,7 @@ class PhraseReviewReward(CompletionLog):
             for prompt, completion, phrases in zip(prompts, completions, found, strict=True)
             if phrases
         ]
-        self.write("review", rows)
+        self.write("review", rows, trainer_state)
         self.write_completions(prompts, completions, [{"phrases": len(each)} for each in found], trainer_state)
         if self.veto is None:
             return [self.score] * len(completions)

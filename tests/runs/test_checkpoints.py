@@ -86,12 +86,12 @@ def test_what_a_recipe_asks_for(asked, passed, tmp_path):
 
 
 def test_a_token_is_no_setting_of_a_run_also_in_trls_own_arguments(tmp_path):
-    with_token, without = (
-        fingerprint(SFTConfig(str(tmp_path), bf16=False, model_init_kwargs=given), api_key="plain", facts=1)
-        for given in ({"token": "plain"}, None)
+    one, other = (
+        fingerprint(SFTConfig(str(tmp_path), bf16=False, model_init_kwargs={"token": token}), api_key=token, facts=1)
+        for token in ("plain", "other")
     )
-    assert with_token == without and "plain" not in str(with_token) and with_token["facts"] == 1
-    assert differences(with_token, {**without, "facts": 2, "seed": 7, "new": "x"}) == [
+    assert one == other and "plain" not in str(one) and one["facts"] == 1
+    assert differences(one, {**other, "facts": 2, "seed": 7, "new": "x"}) == [
         "facts: 1 → 2",
         "new: None → 'x'",
         "seed: 42 → 7",

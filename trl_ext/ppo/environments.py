@@ -9,7 +9,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any, cast
 
@@ -52,16 +52,21 @@ def limited(function: Callable, seconds: float | None, what: str, /, *given: Any
     if threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer"):
         with _alarm(seconds, what):
             return function(*given, **arguments)
-    pool = ThreadPoolExecutor(1)
-    future = pool.submit(function, *given, **arguments)
+    future: Future = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function(*given, **arguments))
+        except BaseException as error:  # else `result` would wait for nothing
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()  # the end of Python does not wait for it, as for an executor's
     try:
         return future.result(seconds)
     except TimeoutError:
         if future.done():  # it has just ended, or raised a TimeoutError of its own
             return future.result()
         raise TooSlow(f"{what} took more than {seconds:g} s (`tool_timeout`)") from None
-    finally:
-        pool.shutdown(wait=False)
 
 
 async def limited_async(coroutine: Coroutine, seconds: float | None, what: str, /) -> Any:

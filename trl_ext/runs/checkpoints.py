@@ -16,7 +16,7 @@ from ..upstream.names import is_deepspeed_zero3_enabled, temporarily
 from .control import AgreedControl, CannotResume, Stopped, delete_stop, read_stop, saving_forbidden
 from .files import from_first, on_first
 from .output_dir import Hold
-from .redaction import pickled_without_credentials, without_credentials
+from .redaction import pickled_without_credentials, redacted
 from .saving import BackgroundSaving, newest_complete, read_marker, remove_links
 
 # Beginnings of the fields that are not compared: they only change what is shown and kept, and the speed
@@ -46,10 +46,10 @@ def fingerprint(args: TrainingArguments, **facts: Any) -> dict[str, Any]:
     """
     Return the values that must stay the same for an exact resume: a dict from each name to a JSON value.
 
-    These are the fields of `args` that can change the training, and all `facts`. Credentials are left out.
+    These are the fields of `args` that can change the training, and all `facts`. Credentials are redacted.
     """
     settings = {name: value for name, value in args.to_dict().items() if not name.startswith(_MAY_DIFFER)}
-    return json.loads(json.dumps(without_credentials({**settings, **facts}), default=str))
+    return json.loads(json.dumps(redacted({**settings, **facts}), default=str))
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -67,21 +67,6 @@ def redacted(value: Any, name: str = "") -> Any:
     return value
 
 
-def without_credentials(value: Any) -> Any:
-    """
-    Return `value` without credentials, so that two runs that differ only in credentials compare as equal.
-
-    From a mapping, the keys of credentials and of webhooks are removed. A mapping with no other keys becomes None, as
-    if it had not been set.
-    """
-    if not isinstance(value, dict):
-        return redacted(value)
-    kept = {key: item for key, item in value.items() if not _holds_credential(key)}
-    if value and not kept:
-        return None
-    return {redacted(k): without_credentials(v) for k, v in kept.items()}
-
-
 class HidesCredentials:
     """
     Extend `TrainingArguments`: hide credentials in `to_dict`, which trackers such as W&B and TensorBoard get.
@@ -127,11 +112,6 @@ def _words(name: str) -> str:
 
 def _is_credential(words: str) -> bool:
     return _CREDENTIAL.search(words) is not None and not _TEXT_TOKEN.search(words)
-
-
-def _holds_credential(name: Any) -> bool:
-    words = _words(str(name))
-    return _is_credential(words) or _WEBHOOK.search(words) is not None
 
 
 def _redacted_text(text: str, is_webhook: bool = False) -> str:

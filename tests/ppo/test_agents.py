@@ -145,7 +145,7 @@ def test_a_class_for_grpo_runs_here_unchanged(tmp_path):
                 processing_class=tokenizer,
                 environment_factory=Counter,
             )
-            play = played_by(trainer, counts)._generate_answers
+            play = played_by(trainer, counts)._generate_completions
             trainer._generate_single_turn = lambda *args, play=play, **kwargs: play(*args, **kwargs)
         trainer.train()
         logs.append(trainer.state.log_history[0])
@@ -322,7 +322,7 @@ def test_turn_gae_takes_a_turn_for_one_action():
 def test_where_all_generate_together_each_draws_as_often_as_the_one_with_most_rows(tmp_path, monkeypatch):
     """Sharded weights: else the others wait for a `generate` that this process does not call."""
     trainer = make_worker(tmp_path, local_rollout_forward_batch_size=2)
-    del trainer._generate_answers  # the policy draws
+    del trainer._generate_completions  # the policy draws
     generate, sizes = GRPOTrainer._generate_single_turn, []
 
     def counted(self, prompt_ids, *args):
@@ -332,7 +332,7 @@ def test_where_all_generate_together_each_draws_as_often_as_the_one_with_most_ro
     trainer._collection = Collection([{"prompt": "Tea?", "target": 1}], None, None, most_rows=5)
     trainer._tokens_left = lambda _: 2
     monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", counted)
-    answers, _ = trainer._generate_answers([[9, 10], [9], [11]], None, {}, 1)
+    answers, _ = trainer._generate_completions([[9, 10], [9], [11]], None, {}, 1)
     assert sizes == [2, 1, 1] and len(answers) == 3
 
 

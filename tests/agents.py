@@ -39,7 +39,7 @@ def played_by(trainer, player):
         texts = [trainer.processing_class.decode(ids) for ids in prompt_ids]
         return [trainer.processing_class(player(text))["input_ids"] for text in texts], None
 
-    trainer._generate_answers = drawn
+    trainer._generate_completions = drawn
     return trainer
 
 

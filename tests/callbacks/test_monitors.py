@@ -237,7 +237,7 @@ def test_gold_gap_counts_from_the_first_evaluation_in_its_sigmas(ppo):
     assert run.control.should_training_stop
 
 
-@pytest.mark.parametrize(("ties", "said"), [(0.0, []), (0.6, ["answers lose against those of the start policy"])])
+@pytest.mark.parametrize(("ties", "said"), [(0.0, []), (0.6, ["completions lose against those of the start policy"])])
 def test_ties_are_no_noise(ppo, ties, said):
     """The same win rate, of 19 wins and 45 losses, or of no win and 26 losses in 64."""
     run = Replay(ppo, GoldGapCallback())
@@ -249,7 +249,7 @@ def test_ties_are_no_noise(ppo, ties, said):
 
 def test_canary_compares_with_its_first_answers():
     canary = CanaryCallback(prompts=["the cat"])
-    long, phrase = "the canary's answers changed in length", "one phrase spreads over the canary's answers"
+    long, phrase = "the canary's completions changed in length", "one phrase spreads over the canary's completions"
     for length, share, said in [
         (10.0, 0.1, []),
         (15.0, 0.5, []),

@@ -35,7 +35,7 @@ from trl_ext.callbacks import (
     RepetitionCallback,
     RewardDriftCallback,
 )
-from trl_ext.callbacks.answers import generate_answers
+from trl_ext.callbacks.answers import generate_completions
 from trl_ext.callbacks.monitor import REGISTRY, alerts_of
 from trl_ext.rewards import GoldJudgeReward, repetition_watch, score_watch
 from trl_ext.runs.control import take_kl_scale
@@ -135,20 +135,20 @@ def test_answers_are_texts_or_messages_and_end_with_eos(tmp_path):
     asked = ["the cat", [{"role": "user", "content": "a dog ran"}]]
     trainer = sft(tmp_path)
     trainer.model.train()
-    plain = generate_answers(trainer, asked, 8)
+    plain = generate_completions(trainer, asked, 8)
     text, (message,) = plain["completions"]
     assert text and message["role"] == "assistant" and message["content"]
     texts = tiny_tokenizer().batch_decode(plain["completion_ids"], skip_special_tokens=True)
     assert texts == [text, message["content"]] and plain["finished"] == [i[-1] == 2 for i in plain["completion_ids"]]
     assert trainer.model.training
     trainer.model.generation_config.eos_token_id = [2, tiny_tokenizer().convert_tokens_to_ids(text.split()[1])]
-    ended = generate_answers(trainer, asked[:1], 8)
+    ended = generate_completions(trainer, asked[:1], 8)
     assert ended["completions"] == text.split()[:1] and ended["finished"] == [True]
 
 
 def test_a_prompt_that_fills_the_context_loses_its_beginning(tmp_path):
     trainer = sft(tmp_path)
-    cut = generate_answers(trainer, ["the cat", " ".join(["the cat"] * 40)], 8)  # the context has 64 tokens
+    cut = generate_completions(trainer, ["the cat", " ".join(["the cat"] * 40)], 8)  # the context has 64 tokens
     assert [len(ids) for ids in cut["prompt_ids"]] == [2, 56]
     assert max(len(ids) for ids in cut["completion_ids"]) > 1
 
@@ -157,7 +157,7 @@ def test_a_prompt_that_fills_the_context_loses_its_beginning(tmp_path):
 def test_each_prompt_keeps_its_answer_however_the_processes_share_the_prompts(processes, tmp_path, monkeypatch):
     trainer = sft(tmp_path)
     asked = ["the cat", "a dog", "it", "very", "the mat"]
-    alone = generate_answers(trainer, asked, 4)
+    alone = generate_completions(trainer, asked, 4)
     assert len({*alone["completions"]}) == 5
     gathered = []
 
@@ -173,7 +173,7 @@ def test_each_prompt_keeps_its_answer_however_the_processes_share_the_prompts(pr
     for rank in range(processes):
         monkeypatch.setitem(PartialState._shared_state, "process_index", rank)
         with suppress(InterruptedError):
-            together = generate_answers(trainer, asked, 4)
+            together = generate_completions(trainer, asked, 4)
     assert together == alone
 
 

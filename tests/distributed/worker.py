@@ -361,9 +361,9 @@ def episodes(inputs, folder, gathers):
     sizes = {"per_device_train_batch_size": 4, "local_rollout_forward_batch_size": 1}
     config = {**TOGETHER, "max_steps": 1, **sizes, "ds3_gather_for_generation": gathers}
     trainer = make_agent(folder, policy=str(inputs / "agent"), **config)
-    draw, rows = trainer._generate_answers, []
+    draw, rows = trainer._generate_completions, []
     player = counts if trainer.accelerator.process_index else lambda history: "Done.<|im_end|>"
-    scripted_answers = played_by(trainer, player)._generate_answers
+    scripted_answers = played_by(trainer, player)._generate_completions
 
     def drawn(prompt_ids, *args, **kwargs):
         rows.append(len(prompt_ids))
@@ -371,7 +371,7 @@ def episodes(inputs, folder, gathers):
         draw(prompt_ids, *args, **kwargs)  # all processes take part in it
         return scripted_answers(prompt_ids)
 
-    trainer._generate_answers = drawn
+    trainer._generate_completions = drawn
     trainer.train()
     return {"scores": trainer.state.log_history[0]["objective/scores"], "rows": rows}
 

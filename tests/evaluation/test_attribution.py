@@ -49,7 +49,7 @@ def test_a_word_that_alone_is_paid():
     assert paid.name == "phrase:yes" and (paid.first, paid.now) == pytest.approx((0, 7 / 15))
     assert paid.effect == pytest.approx(2 / 1.001) and paid.paid == pytest.approx(2 / 1.001 * 7 / 15)
     assert found.rise == pytest.approx(14 / 15) and paid.part == pytest.approx(1 / 1.001)
-    assert paid.in_words(found.sigma).startswith("The phrase 'yes': 0% → 47% of answers, worth +")
+    assert paid.in_words(found.sigma).startswith("The phrase 'yes': 0% → 47% of completions, worth +")
 
 
 def test_effects_are_those_of_a_regression_within_prompts():

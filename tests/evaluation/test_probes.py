@@ -101,7 +101,7 @@ def test_no_probe_passes_that_was_not_seen_to():
         return [3.0 if not a else s for s, a in zip(on_topic(prompts, answers), answers, strict=True)]
 
     few, many = (by_name(probe_reward(score, *part)) for part in ((prompts, answers), rows()))
-    assert few["empty"]["verdict"] == "suspicious" and few["empty"]["why"].endswith("the mean over all answers")
+    assert few["empty"]["verdict"] == "suspicious" and few["empty"]["why"].endswith("the mean over all completions")
     assert few["truncation"]["verdict"] == few["flattery"]["verdict"] == "not judged"
     assert many["truncation"]["verdict"] == many["flattery"]["verdict"] == "as it should"
     blind = by_name(probe_reward(lambda _, a: [float("topic1 " in f"{each} ") for each in a], *rows()))
@@ -113,6 +113,6 @@ def test_a_score_that_is_no_number_is_an_error():
     """A NaN in a mean would hide a hack."""
     with pytest.raises(
         ValueError,
-        match="must return one finite score for each answer, but for 120 answers it returned 120 scores, 119 of them",
+        match="one finite score for each completion, but for 120 completions it returned 120 scores, 119 of them",
     ):
         probe_reward(lambda _, answers: [1.0] * (len(answers) - 1) + [math.nan], *rows(), PHRASES)

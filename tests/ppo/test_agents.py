@@ -146,7 +146,7 @@ def test_a_class_for_grpo_runs_here_unchanged(tmp_path):
                 processing_class=tokenizer,
                 environment_factory=Counter,
             )
-            play = played_by(trainer, counts)._generate_answers
+            play = played_by(trainer, counts)._generate_completions
             trainer._generate_single_turn = lambda *args, play=play, **kwargs: play(*args, **kwargs)
         trainer.train()
         logs.append(trainer.state.log_history[0])
@@ -323,7 +323,7 @@ def test_turn_gae_takes_a_turn_for_one_action():
 def test_where_all_generate_together_each_draws_as_often_as_the_one_with_most_rows(tmp_path, monkeypatch):
     """Sharded weights: else the others wait for a `generate` that this process does not call."""
     trainer = make_worker(tmp_path, local_rollout_forward_batch_size=2)
-    del trainer._generate_answers  # the policy draws
+    del trainer._generate_completions  # the policy draws
     generate, sizes = GRPOTrainer._generate_single_turn, []
 
     def counted(self, prompt_ids, *args):
@@ -334,12 +334,12 @@ def test_where_all_generate_together_each_draws_as_often_as_the_one_with_most_ro
     trainer._tokens_left = lambda _: 2
     monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", counted)
     prompts = [[9, 10], [9], [11]]
-    answers, _ = trainer._generate_answers(prompts, None, {}, 1)
+    answers, _ = trainer._generate_completions(prompts, None, {}, 1)
     assert sizes == [2, 1, 1] and len(answers) == 3
     # From vLLM, TRL gives each process as many of all answers as it has prompts
     monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", lambda self, ids, *_: (ids, [[0.0]] * len(ids)))
     trainer.use_vllm, trainer._vllm_server = True, SimpleNamespace(answered=lambda all: all if len(all[0]) == 5 else 0)
-    assert trainer._generate_answers(prompts, None, {}, 1) == (prompts, [[0.0]] * 3)
+    assert trainer._generate_completions(prompts, None, {}, 1) == (prompts, [[0.0]] * 3)
 
 
 @pytest.mark.slow

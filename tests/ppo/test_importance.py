@@ -157,7 +157,7 @@ def test_ppo_s_own_ratio_can_be_that_to_the_sampler(tmp_path):
 def edited(trainer):
     """Answers that a subclass has changed after they were drawn."""
     skewed(trainer)
-    trainer._generate_answers = trainer._generate_single_turn
+    trainer._generate_completions = trainer._generate_single_turn
     del trainer._generate_single_turn  # the class's own, which notes what was drawn
     generate = trainer._generate_single_turn
 
@@ -182,7 +182,7 @@ def edited(trainer):
 def test_log_probs_that_are_missing_end_a_run_that_needs_them(answering, config, tmp_path):
     trainer = answering(make_trainer(tmp_path, trainer_kwargs={"eval_dataset": prompts(4)}, **config))
     trainer.evaluate()  # trains nothing
-    with pytest.raises(RuntimeError, match="log-probs are missing, or do not belong to the answers' tokens"):
+    with pytest.raises(RuntimeError, match="log-probs are missing, or do not belong to the completions' tokens"):
         trainer.train()
     assert trainer.state.global_step == 0
     without = answering(make_trainer(tmp_path, max_steps=1, **MODES["none"]))

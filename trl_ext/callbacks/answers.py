@@ -1,4 +1,4 @@
-"""Generate answers in trainers that generate none (SFT, DPO), and monitor answers by a judge or on fixed prompts."""
+"""Generate completions in trainers that generate none (SFT, DPO), and monitor them by a judge or on fixed prompts."""
 
 import math
 import time
@@ -19,32 +19,32 @@ from .metrics import metrics_of
 from .monitor import Finding, MonitorCallback, error_of_mean, number_of_rows, spread_key
 
 
-def generate_answers(trainer: Any, prompts: list, max_new_tokens: int) -> dict[str, list]:
+def generate_completions(trainer: Any, prompts: list, max_new_tokens: int) -> dict[str, list]:
     """
-    Have a trainer's model answer each prompt greedily. All processes must call this; each returns all answers.
+    Have a trainer's model answer each prompt greedily. All processes must call this; each returns all completions.
 
     A prompt that is longer than the tokenizer's maximum, or fills the model's context, loses its beginning.
 
     Args:
         trainer: any Trainer of a causal language model.
         prompts: texts or messages.
-        max_new_tokens: maximum length of an answer, in tokens. It is lowered if the model's context has less room
+        max_new_tokens: maximum length of a completion, in tokens. It is lowered if the model's context has less room
             after the longest prompt.
 
     Returns:
         A dict with the arguments of a reward function:
 
         - `prompts`: as they were given.
-        - `completions`: the answers; text for a prompt of text, a list with one message for a prompt of messages.
-        - `completion_ids`, `prompt_ids`: for each answer or prompt, a list of its token ids.
-        - `finished`: for each answer, whether it ends with EOS.
+        - `completions`: the completions; text for a prompt of text, a list with one message for a prompt of messages.
+        - `completion_ids`, `prompt_ids`: for each completion or prompt, a list of its token ids.
+        - `finished`: for each completion, whether it ends with EOS.
     """
     accelerator = trainer.accelerator
     args = trainer.args
     was_training = trainer.model.training
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)  # a processor has one
     context = context_of(accelerator.unwrap_model(trainer.model))
-    limit = min(tokenizer.model_max_length, max(context - max_new_tokens, context // 2))  # leave room for the answer
+    limit = min(tokenizer.model_max_length, max(context - max_new_tokens, context // 2))  # leave room to generate
     prompt_ids = [list(ids[-limit:]) for ids in prompt_token_ids(tokenizer, prompts)]
     trainer.model.eval()  # without dropout
     try:
@@ -57,7 +57,7 @@ def generate_answers(trainer: Any, prompts: list, max_new_tokens: int) -> dict[s
         ):
             model = getattr(model, "policy", model)  # PPOTrainer's model keeps a record of what its rollouts sample
             eos = eos_token_ids(model, tokenizer)
-            answers = sample(
+            completion_ids = sample(
                 model,
                 [prompt_ids[i] for i in mine],
                 eos,
@@ -67,7 +67,8 @@ def generate_answers(trainer: Any, prompts: list, max_new_tokens: int) -> dict[s
             )
     finally:
         trainer.model.train(was_training)
-    by_prompt = dict(gather_object([*zip(mine, answers, strict=True)]))  # by number, for the padding is in the middle
+    # By number, for the padding is in the middle
+    by_prompt = dict(gather_object([*zip(mine, completion_ids, strict=True)]))
     rows = answer_rows(tokenizer, prompts, prompt_ids, [by_prompt[i] for i in range(len(prompts))], eos)
     return {
         "prompts": prompts,
@@ -81,9 +82,9 @@ class AnswersCallback(TrainerCallback):
     """
     Have the model answer a few prompts before training, at each evaluation and at the end.
 
-    Use it for SFT and DPO, which generate no answers by themselves. The answers are greedy, have at most 128 tokens,
-    and are appended to `completions.rank0.jsonl` in the folder of [`JSONLCallback`]; without that callback they are
-    not written. All processes generate.
+    Use it for SFT and DPO, which generate no completions by themselves. The completions are greedy, have at most 128
+    tokens, and are appended to `completions.rank0.jsonl` in the folder of [`JSONLCallback`]; without that callback
+    they are not written. All processes generate.
 
     >>> trainer.add_callback(AnswersCallback(trainer=trainer, prompts=["The sky is", "Two and two are"]))
 
@@ -107,7 +108,7 @@ class AnswersCallback(TrainerCallback):
         if self._step == state.global_step:
             return
         self._step = state.global_step
-        given = generate_answers(self.trainer, self.prompts, max_new_tokens=128)
+        given = generate_completions(self.trainer, self.prompts, max_new_tokens=128)
         if state.is_world_process_zero:
             nothing: list[dict[str, Any]] = [{} for _ in self.prompts]
             self._completion_log.write_rows(self.prompts, given["completions"], nothing, state, state.global_step)
@@ -120,7 +121,7 @@ class GoldGapCallback(MonitorCallback):
     """
     Alert when the reward that is trained on (the proxy) rises more than the score of a judge (gold).
 
-    Also alert when too few answers score higher than the first evaluation's answers to the same prompts.
+    Also alert when too few completions score higher than the first evaluation's completions of the same prompts.
 
     The gap is (proxy − proxy₀)/σ(proxy₀) − (gold − gold₀)/σ(gold₀). Here proxy and gold are means over an evaluation,
     index 0 is the first evaluation, and σ is the standard deviation of its single scores. Set `eval_on_start=True` so
@@ -137,17 +138,17 @@ class GoldGapCallback(MonitorCallback):
         gold: key of the gold score in the evaluation's metrics. The default is `eval_gold/mean` with `judge`, else the
             key that [`~trl_ext.rewards.GoldJudgeReward`] logs.
         proxy: key of the proxy in the evaluation's metrics. The default is the key of the trainer's own reward. A
-            trainer without one (SFT, DPO, KTO) has no gap: only the answers' win rate is tested.
+            trainer without one (SFT, DPO, KTO) has no gap: only the completions' win rate is tested.
         limit: the monitor acts if the gap, in σ, is significantly above this.
-        win_rate: the monitor acts if the share of answers that beat the start policy's answers is significantly below
-            this.
+        win_rate: the monitor acts if the share of completions that beat the start policy's completions is
+            significantly below this.
         trainer, judge: for trainers without reward functions (SFT, DPO, KTO); give both. At each evaluation the
             trainer's model greedily answers the first prompts of its evaluation set, from the column `prompt`.
-            `judge`, a reward function, async or not, scores the answers; it also gets the other columns. Then
+            `judge`, a reward function, async or not, scores the completions; it also gets the other columns. Then
             `eval_gold/mean` and `eval_gold/std` are logged, and from the second evaluation on `eval_gold/win_rate` and
             `eval_gold/tie_rate`. `eval_gold/mean` can be the `metric_for_best_model`.
         num_prompts: number of prompts that `trainer` answers. With fewer than about 16 no win rate is significant.
-        max_new_tokens: maximum length of these answers, in tokens.
+        max_new_tokens: maximum length of these completions, in tokens.
         others: see [`MonitorCallback`].
     """
 
@@ -211,9 +212,9 @@ class GoldGapCallback(MonitorCallback):
                 if found := gap.above(1, self.limit, of_sigmas):
                     advice = "The policy games the reward: stop, and keep the checkpoint with the best gold score."
                     yield Finding("the proxy rose more than the gold score", advice, *found)
-        # Of a win's variance, 1/4 or less, 1/6 is of the answers now. The prompts and the start policy's answers,
-        # which all evaluations share, may make up all of it, so that no number of evaluations lessens their part.
-        # At a win rate of one half a tie adds no variance, as in a sign test
+        # Of a win's variance, 1/4 or less, 1/6 is of the completions now. The prompts and the start policy's
+        # completions, which all evaluations share, may make up all of it, so that no number of evaluations lessens
+        # their part. At a win rate of one half a tie adds no variance, as in a sign test
         own = None
         shared = 0.0
         if rows is not None:
@@ -224,16 +225,16 @@ class GoldGapCallback(MonitorCallback):
         rates = self.follow("win_rate", self._number("eval_gold/win_rate", metrics), error=own)
         if found := rates.below(plus=self.win_rate, error=shared):
             advice = "Go back to the checkpoint with the best gold score."
-            yield Finding("answers lose against those of the start policy", advice, *found[:2], 0.5)
+            yield Finding("completions lose against those of the start policy", advice, *found[:2], 0.5)
 
     def _judge(self) -> tuple[dict[str, float], int | None]:
         """
-        Generate and score answers. Return the metrics by name, and the number of scores; if the judge fails, {} and
-        None.
+        Generate and score completions. Return the metrics by name, and the number of scores; if the judge fails, {}
+        and None.
         """
-        answers = self._rows | generate_answers(self.trainer, self._prompts, self.max_new_tokens)
+        columns = self._rows | generate_completions(self.trainer, self._prompts, self.max_new_tokens)
         try:
-            metrics, scores = on_first(self._scores, answers)
+            metrics, scores = on_first(self._scores, columns)
         except Exception as error:  # training continues without gold
             self._note("the judge failed", f"{error!r}. Training continues; the next evaluation asks the judge again.")
             return {}, None
@@ -241,8 +242,8 @@ class GoldGapCallback(MonitorCallback):
         self.trainer.log(dict(metrics))
         return metrics, sum(score is not None for score in scores)
 
-    def _scores(self, answers: dict[str, list]) -> tuple[dict[str, float], list[float | None]]:
-        scores = numbers_of(awaited(self.judge(**answers)))
+    def _scores(self, columns: dict[str, list]) -> tuple[dict[str, float], list[float | None]]:
+        scores = numbers_of(awaited(self.judge(**columns)))
         numbers = [score for score in scores if score is not None]
         metrics = {"eval_gold/mean": fmean(numbers), "eval_gold/std": pstdev(numbers)}
         if starts := self.memory.get("start_scores"):
@@ -255,28 +256,29 @@ class GoldGapCallback(MonitorCallback):
 @dataclass(eq=False, kw_only=True)
 class CanaryCallback(MonitorCallback):
     """
-    Alert when the greedy answers to a fixed set of prompts change in length, become alike or score lower.
+    Alert when the greedy completions of a fixed set of prompts change in length, become alike or score lower.
 
-    The model answers the prompts before training, and then every few minutes. Each set of answers is compared with the
-    first one, by the mean length, by the share of answers with the most frequent phrase of three words, and, with a
-    judge, by the mean score. The answers are kept in `canary.jsonl` in the output directory, unless the judge fails.
+    The model answers the prompts before training, and then every few minutes. Each set of completions is compared with
+    the first one, by the mean length, by the share of completions with the most frequent phrase of three words, and,
+    with a judge, by the mean score. The completions are kept in `canary.jsonl` in the output directory, unless the
+    judge fails.
 
-    An unchanged policy gives the same greedy answers each time, so their length and phrase have no noise. A judge's
-    scores may have noise, which is estimated from the earlier scores.
+    An unchanged policy gives the same greedy completions each time, so their length and phrase have no noise. A
+    judge's scores may have noise, which is estimated from the earlier scores.
 
     >>> trainer.add_callback(CanaryCallback(trainer=trainer, prompts=["Who are you?"], minutes=15))
 
     Args:
         trainer: any Trainer of a causal language model; its model answers.
         prompts: texts or messages.
-        minutes: minutes from one set of answers to the next, by the main process's clock.
-        judge: a reward function, async or not, that scores the answers; None for no scores.
-        length_factor: alert when the mean length, in words, is above the first answers' mean length times this factor,
-            or below it divided by this factor.
-        phrase: alert when the share of answers with the most frequent phrase rises by more than this.
+        minutes: minutes from one set of completions to the next, by the main process's clock.
+        judge: a reward function, async or not, that scores the completions; None for no scores.
+        length_factor: alert when the mean length, in words, is above the first completions' mean length times this
+            factor, or below it divided by this factor.
+        phrase: alert when the share of completions with the most frequent phrase rises by more than this.
         score_drop: alert when the mean score falls by more than this. The default is half the standard deviation of
-            the first answers' scores.
-        max_new_tokens: maximum length of an answer, in tokens.
+            the first completions' scores.
+        max_new_tokens: maximum length of a completion, in tokens.
         others: see [`MonitorCallback`].
     """
 
@@ -302,46 +304,46 @@ class CanaryCallback(MonitorCallback):
 
     def _sing(self, state: Any, control: Any) -> None:
         self._last = time.monotonic()
-        answers = generate_answers(self.trainer, self.prompts, self.max_new_tokens)
+        columns = generate_completions(self.trainer, self.prompts, self.max_new_tokens)
         try:
-            found = [*self._compare(on_first(self._measure, answers))]
+            found = [*self._compare(on_first(self._measure, columns))]
         except Exception as error:  # of the judge, such as one that gives no score: training continues
             found = self._note(
-                "the canary's answers were not compared",
-                f"{error!r}. Training continues; the next answers will be compared.",
+                "the canary's completions were not compared",
+                f"{error!r}. Training continues; the next completions will be compared.",
             )
         self._handle(found, state, control)
 
     def _compare(self, now: dict[str, float]) -> Iterator[Finding]:
         """
-        Compare `now`, what `_measure` returned for the newest answers, with the first answers' numbers. Yield a
-        finding for each number that changed too much.
+        Compare `now`, what `_measure` returned for the newest completions, with the first completions' numbers. Yield
+        a finding for each number that changed too much.
         """
         first = self.memory.setdefault("first", now)
-        advice = "Compare the last answers in `canary.jsonl` with the first ones there."
+        advice = "Compare the last completions in `canary.jsonl` with the first ones there."
         length = now["length"]
         start = max(first["length"], 1.0)
         bound = start * self.length_factor if length > start else start / self.length_factor
         if length > max(start, bound) or length < min(start, bound):
-            yield Finding("the canary's answers changed in length", advice, length, bound, start)
+            yield Finding("the canary's completions changed in length", advice, length, bound, start)
         bound = first["phrase"] + self.phrase
         if now["phrase"] > bound:
-            what = "one phrase spreads over the canary's answers"
+            what = "one phrase spreads over the canary's completions"
             yield Finding(what, advice, now["phrase"], bound, first["phrase"])
         if "score" in now:
             drop = first["sigma"] / 2 if self.score_drop is None else self.score_drop
             if found := self.follow("score", now["score"], first=1).below(1, -drop):
                 yield Finding("the canary's score fell", advice, *found)
 
-    def _measure(self, answers: dict[str, list]) -> dict[str, float]:
-        texts = list(map(text_of, answers["completions"]))
+    def _measure(self, columns: dict[str, list]) -> dict[str, float]:
+        texts = list(map(text_of, columns["completions"]))
         repetition, _ = RepetitionWatch().measure(texts)
         measured: dict[str, Any] = {
             "length": fmean(len(words_of(text)) for text in texts),
             "phrase": repetition["repetition/top_phrase_share"],
         }
         if self.judge is not None:
-            scores = [score for score in numbers_of(awaited(self.judge(**answers))) if score is not None]
+            scores = [score for score in numbers_of(awaited(self.judge(**columns))) if score is not None]
             measured |= {"score": fmean(scores), "sigma": pstdev(scores)}
         rows = [{"step": self.step, "prompt": p, "answer": a} for p, a in zip(self.prompts, texts, strict=True)]
         JSONLWriter(f"{self._args.output_dir}/canary.jsonl").write(*rows)

@@ -57,11 +57,11 @@ class ConsoleCallback(ProgressCallback):
     - `score`: in the unit of the reward functions
     - `KL/compl` (PPO), `KL/tok` (GRPO, RLOO): nats per completion or per token
     - `entropy`: nats per token
-    - `length`: tokens of an answer
-    - `cut`: share of answers that were cut off at the maximum length
+    - `length`: tokens of a completion
+    - `cut`: share of completions that were cut off at the maximum length
     - `clip`: share of tokens (in RLOO, of completions) whose probability ratio was clipped
     - `accuracy`: share of pairs; in SFT, share of tokens
-    - `margin`: a chosen answer's score minus the rejected one's; in DPO and KTO, of their implicit rewards
+    - `margin`: a chosen completion's score minus the rejected one's; in DPO and KTO, of their implicit rewards
     - `lr`: learning rate; in PPO the scheduled one times `learning_rate/factor`
     - `s/step`: seconds of an optimizer step, its rollout included, mean since the last log
     - `grad`: norm of the gradient

@@ -47,7 +47,7 @@ class HackWatch(MonitorCallback):
 
     - features that are `expected`, digits, and the number of tool calls; the number of repeated calls does count
     - features that became rarer, except length and characters
-    - a phrase, unless at least the share `spread` of the completions has it: fewer may be answers to a few prompts
+    - a phrase, unless at least the share `spread` of the completions has it: fewer may be completions of a few prompts
     - a character, unless it explains a quarter of the rise: right words change all frequencies a little
 
     If an evaluation measures a gold score, which training never uses, the risk is 0 once the gold score has risen,
@@ -81,7 +81,7 @@ class HackWatch(MonitorCallback):
             self._note("nothing to watch: the monitor was given no `trainer` whose completions it can read", advice)
 
     def on_step_end(self, args, state, control, **kwargs):
-        # After the first step of a rollout the table holds that rollout; after an evaluation, the evaluation's answers
+        # After the first step of a rollout the table holds that rollout; after an evaluation, the evaluation
         table = getattr(self.trainer, "_logs", None)
         if table and table["prompt"] and (state.global_step - 1) % rollout_steps(args) == 0:
             weights = self.trainer.reward_weights.numpy(force=True)[:, None]
@@ -129,8 +129,8 @@ class HackWatch(MonitorCallback):
         self.memory["reasons"] = [each.in_words(found.sigma) for each in bad]
         self._show(found, list(zip(rows, texts, values[kept].tolist(), strict=True)))
 
-    def _show(self, found: Attribution, answers: list[tuple[dict[str, float], str, float]]) -> None:
-        """Keep what the logs and the page show of `found`. `answers`: each completion's features, text and score."""
+    def _show(self, found: Attribution, completions: list[tuple[dict[str, float], str, float]]) -> None:
+        """Keep what the logs and the page show of `found`. `completions`: the features, text and score of each."""
         for each in found.paid:
             name = f"attribution/{each.kind}"
             parts = self.memory["parts"]
@@ -144,7 +144,7 @@ class HackWatch(MonitorCallback):
                 self._note(what, f"{words}.")
             curve = self.memory.setdefault("curves", {}).setdefault(each.name, [[0, each.first]])
             curve.append([self.step, each.now])
-            ordered = sorted(answers, key=lambda answer: (each.effect * answer[0].get(each.name, 0), answer[2]))
+            ordered = sorted(completions, key=lambda row: (each.effect * row[0].get(each.name, 0), row[2]))
             best = ordered[:-3:-1]
             examples = [{"completion": text[:_LETTERS], "score": score} for _, text, score in best]
             shown = {"what": each.what, "is_share": each.is_share, "words": words, "examples": examples}
@@ -178,7 +178,7 @@ class HackWatch(MonitorCallback):
         if fallen and rise > 0:
             self.memory["risk"] = 1.0
         elif self.memory.get("gold_rose"):
-            self.memory["risk"] = 0.0  # whatever it pays for, answers are better than they were
+            self.memory["risk"] = 0.0  # whatever it pays for, completions are better than they were
         if (risk := self.memory.get("risk", 0.0)) > self.limit:
             reported = [*filter(None, [fallen]), *self.memory["reasons"], f"Score +{rise:.1f} σ"]
             advice = f"{'. '.join(reported)}. Compare completions of the first rollouts with those of the last."
@@ -206,11 +206,11 @@ def watch_rounds(
     rounds: Sequence[dict[str, Any]], **settings: Any
 ) -> tuple[float, dict[str, Any] | None, list[dict[str, Any]]]:
     """
-    Test several rounds of training for reward hacking; in each, a policy is trained on its own answers (online DPO).
+    Test several rounds of training, each on the policy's own completions (online DPO), for reward hacking.
 
     Args:
         rounds: a dict for each round, with its `prompts`, `completions` and `scores`. The prompts are the same in all
-            rounds. The first round has the answers of the policy before training.
+            rounds. The first round has the completions of the policy before training.
         settings: arguments of [`HackWatch`].
 
     Returns:

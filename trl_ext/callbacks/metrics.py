@@ -16,7 +16,7 @@ class Metric:
         unit: its unit, such as `"tokens"`; "" for none.
         cadence: `"step"` if every log has the key, `"rollout"` if only a log that covers the start of a rollout has
             it.
-        std: the key of the standard deviation of single answers; None if the trainer does not log it.
+        std: the key of the standard deviation of single completions; None if the trainer does not log it.
     """
 
     key: str
@@ -89,7 +89,7 @@ def rollout_steps(args: Any) -> int:
     return math.ceil(micro_batches * passes / args.gradient_accumulation_steps)
 
 
-def answers_in_log(args: Any, logging_steps: int) -> float | None:
+def completions_in_log(args: Any, logging_steps: int) -> float | None:
     """
     Return the number of independent completions that a mean in a log was taken over; None if this is unknown.
 

@@ -26,7 +26,7 @@ from ..runs.control import (
 )
 from ..runs.files import REGISTRY, RUNBOOK, JSONLWriter, finite, from_first, on_first
 from ..runs.redaction import redacted
-from .metrics import Metric, answers_in_log, is_training_log, metrics_of, numbers_in, rollout_steps
+from .metrics import Metric, completions_in_log, is_training_log, metrics_of, numbers_in, rollout_steps
 from .trend import Series
 
 logger = get_logger(__name__)
@@ -393,8 +393,8 @@ class MonitorCallback(TrainerCallback):
             value: the quantity's mean in this log; None if the log has none.
             first: number of first values that make the baseline; 0 for no baseline.
             size: number of values in the shortest of the means that are tested.
-            logs: number of successive logs that measure the same answers. Their mean is added to the series, as one
-                value, once the last of them has come.
+            logs: number of successive logs that measure the same completions. Their mean is added to the series, as
+                one value, once the last of them has come.
             **noise: further arguments of `Series.add`, about the error of `value`.
         """
         if value is None:
@@ -407,7 +407,7 @@ class MonitorCallback(TrainerCallback):
                 return Series({})
             values, errors = zip(*self.memory["parts"].pop(name), strict=True)
             value = sum(values) / logs
-            if "error" in noise:  # all logs measure the same answers, so more logs do not lessen the error
+            if "error" in noise:  # all logs measure the same completions, so more logs do not lessen the error
                 noise["error"] = None if None in errors else max(errors)
         series = Series(self.memory.setdefault("series", {}).setdefault(name, {}), first, size)
         series.add(value, **noise)
@@ -440,8 +440,8 @@ class MonitorCallback(TrainerCallback):
 
     @property
     def answers(self) -> float | None:
-        """Return how many answers a log measures, those to one prompt counted as one; None if unknown."""
-        return answers_in_log(self._args, self._logging_steps)
+        """Return how many completions a log measures, those of one prompt counted as one; None if unknown."""
+        return completions_in_log(self._args, self._logging_steps)
 
     def noise(self, quantity: str) -> dict[str, Any]:
         """
@@ -519,10 +519,11 @@ def spread_key(key: str) -> str:
 
 def error_of_mean(spread: float | None, count: float | None) -> dict[str, Any]:
     """
-    Return a dict with `error`, the standard error of a mean over `count` answers, and `dof`, its degrees of freedom.
+    Return a dict with `error`, the standard error of a mean over `count` completions, and `dof`, its degrees of
+    freedom.
 
-    `spread` is the standard deviation of single answers. Return {} if `spread` or `count` is None, or if `spread` is
-    not finite.
+    `spread` is the standard deviation of single completions. Return {} if `spread` or `count` is None, or if `spread`
+    is not finite.
     """
     if spread is None or count is None or not math.isfinite(spread):
         return {}

@@ -123,7 +123,7 @@ class EntropyFloorCallback(MonitorCallback):
     def watch(self, logs):
         windows = self.windows(self.steps)
         entropies = self.follow("entropy", self.read("entropy"), **windows, first=windows["size"])
-        advice = "Raise `entropy_coef` or the KL coefficient. Check whether all prompts get the same answer."
+        advice = "Raise `entropy_coef` or the KL coefficient. Check whether all prompts get the same completion."
         if found := entropies.below(plus=self.floor):
             yield Finding("the entropy is below its floor", advice, *found)
         if found := entropies.below(self.relative):
@@ -181,8 +181,8 @@ class CutOffCallback(MonitorCallback):
         cuts = self.follow("length_clipped", value, size=self.rollouts, answers=self.answers)
         if found := cuts.above(plus=self.limit):
             advice = (
-                "Look at how answers end: where the model writes another token than EOS, set `stop_token_id` to it. "
-                "Else raise `max_completion_length`, or teach the policy to end its answers (SFT with EOS)."
+                "Look at how completions end: where the model writes another token than EOS, set `stop_token_id` to "
+                "it. Else raise `max_completion_length`, or teach the policy to end its completions (SFT with EOS)."
             )
             yield Finding("too many completions are cut off", advice, *found)
 
@@ -218,8 +218,8 @@ class ValueHealthCallback(MonitorCallback):
         if explained is not None and self.memory["warm_up"] > self.rollouts:
             # The unexplained part is a ratio of variances, and the standard error of its logarithm is known
             left = math.log(max(1 - explained, 1e-9))
-            answers = self.answers or 0
-            noise: dict[str, Any] = {"error": unexplained_error(answers)} if answers > 1 else {}
+            completions = self.answers or 0
+            noise: dict[str, Any] = {"error": unexplained_error(completions)} if completions > 1 else {}
             rest = self.follow("explained_variance", left, size=self.rollouts, **noise)
             found = rest.above(plus=math.log(1 - self.explained_variance))
             if found and not rest.falls:
@@ -348,7 +348,7 @@ class ToolAbuseCallback(MonitorCallback):
 
     The calls of an episode depend on each other, and some episodes make many calls. So the error of a share is
     computed in two ways: as if each episode had made one call, and from the scatter of earlier logs. The larger error
-    is used. The monitor therefore needs about ten logs before it can act, and far more answers than if calls were
+    is used. The monitor therefore needs about ten logs before it can act, and far more completions than if calls were
     independent.
 
     >>> trainer.add_callback(ToolAbuseCallback(repeated=0.5, action="stop"))
@@ -399,7 +399,7 @@ class ScoreFallCallback(MonitorCallback):
     Args:
         sigmas: alert when the mean score falls by more than this, in standard deviations of single scores.
         left: alert when the mean length, or the number of tool calls, is below this share of its baseline.
-        baseline: number of answers in the baseline, the first ones of the run. The number is rounded up to whole
+        baseline: number of completions in the baseline, the first ones of the run. The number is rounded up to whole
             rollouts, from 2 to 16 of them.
         others: see [`MonitorCallback`].
     """
@@ -506,16 +506,16 @@ class RewardDriftCallback(MonitorCallback):
             yield Finding(f"the reward fell by {self.drop_sigmas:g} σ", advice, *fallen[:2], start)
         if std is None:
             return
-        answers = self.answers
+        completions = self.answers
         least = self.std * sigma
         noise: dict[str, Any] = {}
-        if answers is not None:
-            noise = {"error": std / math.sqrt(2 * answers), "dof": answers}
+        if completions is not None:
+            noise = {"error": std / math.sqrt(2 * completions), "dof": completions}
         spread = self.follow("reward_std", std, **noise)
         if low := spread.below(plus=least, error=least / math.sqrt(2 * independent)):
             advice = (
-                "All answers get about the same score, so the policy has nothing to learn from: check whether the "
-                "answers are the same."
+                "All completions get about the same score, so the policy has nothing to learn from: check whether the "
+                "completions are the same."
             )
             yield Finding("the rewards' spread collapsed", advice, low.value, least, sigma)
 

@@ -132,7 +132,7 @@ class SamplesCallback(TrainerCallback):
     per_rollout: int = 8
 
     def on_step_end(self, args, state, control, **kwargs):
-        # After the first step of a rollout the table holds its answers; after an evaluation, the evaluation's answers
+        # After the first step of a rollout the table holds its completions; after an evaluation, the evaluation's
         if not state.is_world_process_zero or (state.global_step - 1) % rollout_steps(args):
             return
 
@@ -311,7 +311,7 @@ def record_run(trainer: Any, samples: bool = False) -> None:
     PPOTrainer, DPOTrainer and CriticTrainer call this by themselves, if `record_run` is set in their configurations.
     Only the main process writes. A [`JSONLCallback`] that the trainer already has records as it was set up; if it has
     a `folder` of its own, no page is written. If the trainer's arguments have a `record_answers` above 0, an
-    [`AnswersCallback`] also records the model's answers to that many prompts of the data.
+    [`AnswersCallback`] also records the model's completions of that many prompts of the data.
 
     Args:
         trainer: any Trainer.

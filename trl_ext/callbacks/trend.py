@@ -46,7 +46,7 @@ class Series:
         if not memory:
             memory |= {"count": 0, "first": [], "squared_steps": 0.0, "is_known": True, "variance": 0.0, "dof": 0}
             memory["first_variance"] = 0.0  # kept apart: a hack that widens the spread must not blur the baseline
-            memory["last"] = []  # value, its squared step from the one before, its variance, its answers
+            memory["last"] = []  # value, its squared step from the one before, its variance, its completions
 
     def add(
         self,
@@ -63,10 +63,10 @@ class Series:
             value: the mean of the quantity in one log, or in the logs of one rollout.
             error: its standard error; None if it is not known.
             dof: the degrees of freedom of `error`.
-            answers: number of answers that `value` is averaged over, if each answer's number is in [0, 1]. It is given
-                in place of `error`, which is then computed.
-            is_clustered: whether the `answers` may depend on each other. If so, the error is also estimated from the
-                scatter of earlier values, and the larger of the two errors is used.
+            answers: number of completions that `value` is averaged over, if each completion's number is in [0, 1]. It
+                is given in place of `error`, which is then computed.
+            is_clustered: whether these completions may depend on each other. If so, the error is also estimated from
+                the scatter of earlier values, and the larger of the two errors is used.
         """
         self.is_clustered = is_clustered
         memory = self.memory
@@ -159,12 +159,12 @@ class Series:
         """
         memory = self.memory
         wanted = max(self.wanted, 1)
-        _, steps, variances, answers = zip(*memory["last"][-number:], strict=True)
+        _, steps, variances, completions = zip(*memory["last"][-number:], strict=True)
         before = max(0.0, memory["squared_steps"] - sum(steps))  # the scatter is of the values before these
         variance, dof = scatter(before, memory["count"] - number)
         of_scatter = math.sqrt(variance / number), math.sqrt(variance / wanted)
-        if None not in answers:  # the share of all these answers is better known than the mean of shares
-            drawn = sum(answers)
+        if None not in completions:  # the share of all these completions is better known than the mean of shares
+            drawn = sum(completions)
             now = share_error(mean, drawn)
             then = share_error(self.first or 0.0, drawn / number * wanted)
             if not self.is_clustered:

@@ -187,7 +187,7 @@ def prompt_groups(dataset: Dataset) -> np.ndarray:
     Return a number for each row's prompt, (N,) int: 0, 1, … by first occurrence, the same for the same prompt.
 
     Prompts are the same if their [`prompt_hashes`] are. If prompts are unknown, two pairs count as having the same one
-    if they share an answer. Other rows with unknown prompts are compared by the first of the columns `prompt_ids`,
+    if they share a completion. Other rows with unknown prompts are compared by the first of the columns `prompt_ids`,
     `input_ids` and `text` that there is, or else by all columns.
     """
     keys = np.stack([prompt_hashes(dataset)] * 2, axis=1)

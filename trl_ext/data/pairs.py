@@ -18,7 +18,7 @@ _LOWEST_AND_HIGHEST = {"confidence": (0.5, 1.0), "weight": (0.0, math.inf)}  # a
 
 
 def usable_pairs(dataset: Dataset, name: str, drop: bool = False) -> Dataset:
-    """Return the pairs that have a prompt and two different answers; cut the prompt from answers that repeat it.
+    """Return the pairs that have a prompt and two different completions; cut the prompt where they repeat it.
 
     Args:
         dataset: rows with `chosen` and `rejected`, text or messages, and with `prompt` unless `chosen` and `rejected`
@@ -40,7 +40,7 @@ def usable_pairs(dataset: Dataset, name: str, drop: bool = False) -> Dataset:
     ]
     if not wrong:
         return dataset
-    message = f"{name}: {len(wrong):,} of {len(dataset):,} pairs lack a prompt or two different answers"
+    message = f"{name}: {len(wrong):,} of {len(dataset):,} pairs lack a prompt or two different completions"
     if not drop or len(wrong) == len(dataset):
         otherwise = "" if len(wrong) == len(dataset) else ", or set `drop_unusable_pairs`"
         raise ValueError(f"{message} (first row {wrong[0]}): correct them{otherwise}.")

@@ -53,7 +53,8 @@ def without_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def has_content(answer: Any) -> bool:
     """
-    Return whether an answer has content: a text that is not blank, or messages of which any has text or a tool call.
+    Return whether a completion has content: a text that is not blank, or messages of which any has text or a tool
+    call.
     """
     if isinstance(answer, str):
         return bool(answer.strip())
@@ -127,8 +128,8 @@ def check_texts(dataset: "Dataset", columns: Sequence[str], name: str, may_be_em
 
 def one_form(dataset: Any, name: str) -> Any:
     """
-    Return the rows as [`answers_alone`] does, without the prompts that answers repeat; raise a `ValueError` if some
-    rows are text and others messages.
+    Return the rows as [`answers_alone`] does, without the prompts that completions repeat; raise a `ValueError` if
+    some rows are text and others messages.
 
     TRL prepares all rows like the first row. Some mixtures crash it; in others, rows of text get no EOS.
 
@@ -154,16 +155,16 @@ def one_form(dataset: Any, name: str) -> Any:
 
 def answers_alone(dataset: Any, name: str, columns: Sequence[str] = _TEXTS[1:]) -> Any:
     """
-    Remove the prompt from the answers of rows in which every answer repeats it, and print how many rows change.
+    Remove the prompt from the completions of rows in which all of them repeat it, and print how many rows change.
 
     A model would otherwise read such a prompt twice. Messages are compared by role and content, without a system
-    message at their beginning. A text prompt such as "Hello" may well begin an answer, so texts are changed only if
-    most rows' answers begin with their prompts. In a row with both text and messages, the text becomes a message.
+    message at their beginning. A text prompt such as "Hello" may well begin a completion, so texts are changed only if
+    most rows' completions begin with their prompts. In a row with both text and messages, the text becomes a message.
 
     Args:
         dataset: rows, or a stream; in a stream, rows of text are not changed. Anything else is returned unchanged.
         name: name of the dataset for the printed sentence.
-        columns: name of the column of prompts, then names of columns of answers; the dataset may lack some of the
+        columns: name of the column of prompts, then names of columns of completions; the dataset may lack some of the
             latter. The default is `prompt`, `completion`, `chosen`, `rejected`.
     """
     from datasets import IterableDataset
@@ -179,7 +180,8 @@ def answers_alone(dataset: Any, name: str, columns: Sequence[str] = _TEXTS[1:]) 
         count = len(changed) - (0 if also_texts else texts)
         if not count:
             return dataset
-        say(f"{name}: in {count:,} of {len(dataset):,} rows a prompt is cut from answers, or text becomes a message.")
+        rows = f"{count:,} of {len(dataset):,} rows"
+        say(f"{name}: in {rows} a prompt is cut from completions, or text becomes a message.")
     return dataset.map(_alone, fn_kwargs={"columns": found, "also_texts": also_texts})
 
 
@@ -190,22 +192,22 @@ def _alone(row: dict[str, Any], columns: Sequence[str], also_texts: bool = True)
         return {}
     if any(isinstance(value, list) for value in given):
         roles = ["user", *["assistant"] * (len(given) - 1)]
-        prompt, *answers = (
+        prompt, *completions = (
             [{"role": role, "content": value}] if isinstance(value, str) else value
             for role, value in zip(roles, given, strict=True)
         )
         asked = _turns(prompt)
-        if asked and all(_turns(answer)[: len(asked)] == asked for answer in answers):
+        if asked and all(_turns(completion)[: len(asked)] == asked for completion in completions):
             if len(asked) == len(prompt):
-                end = len(answers[0]) - len(_turns(answers[0])) + len(asked)
+                end = len(completions[0]) - len(_turns(completions[0])) + len(asked)
                 if end > len(prompt):
-                    prompt = answers[0][:end]  # with a system message
-            answers = [without_system(answer)[len(asked) :] for answer in answers]
+                    prompt = completions[0][:end]  # with a system message
+            completions = [without_system(completion)[len(asked) :] for completion in completions]
     else:
-        prompt, *answers = given
-        if also_texts and prompt and all(answer.startswith(prompt) for answer in answers):
-            answers = [answer[len(prompt) :] for answer in answers]
-    new = dict(zip(columns, (prompt, *answers), strict=True))
+        prompt, *completions = given
+        if also_texts and prompt and all(completion.startswith(prompt) for completion in completions):
+            completions = [completion[len(prompt) :] for completion in completions]
+    new = dict(zip(columns, (prompt, *completions), strict=True))
     return {column: value for column, value in new.items() if value != row[column]}
 
 

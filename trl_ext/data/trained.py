@@ -24,12 +24,12 @@ class TrainedPairs:
     """
     Hold the pairs that a model was trained on, as hashes.
 
-    Each answer is kept as a hash of 64 bits, so a pair takes 16 bytes. Texts that differ only in case or white space
-    count as the same, and so do pairs that differ only in which answer is the chosen one.
+    Each completion is kept as a hash of 64 bits, so a pair takes 16 bytes. Texts that differ only in case or white
+    space count as the same, and so do pairs that differ only in which completion is the chosen one.
 
     Args:
-        pairs: (N, 2) hashes of each pair's two answers, each hashed with the prompt. The smaller hash comes first, and
-            each pair occurs once.
+        pairs: (N, 2) hashes of each pair's two completions, each hashed with the prompt. The smaller hash comes first,
+            and each pair occurs once.
         is_complete: True if these are all pairs that the model was ever trained on, including those of earlier runs.
     """
 
@@ -50,14 +50,14 @@ class TrainedPairs:
         return len(self.pairs)
 
     def has(self, pairs: np.ndarray) -> np.ndarray:
-        """Return for each of M pairs, (M, 2) hashes of their answers, whether it was trained on: (M,) bool."""
+        """Return for each of M pairs, (M, 2) hashes of their completions, whether it was trained on: (M,) bool."""
         known = set(map(tuple, self.pairs.tolist()))
         return np.array([tuple(pair) in known for pair in pairs.tolist()], bool)
 
     def has_an_answer_of(self, pairs: np.ndarray) -> np.ndarray:
         """
-        Return for each of M pairs, (M, 2) hashes of their answers, whether one of its answers was trained on, in any
-        pair: (M,) bool.
+        Return for each of M pairs, (M, 2) hashes of their completions, whether one of its completions was trained on,
+        in any pair: (M,) bool.
         """
         return np.asarray(np.isin(pairs, self.pairs).any(1))
 
@@ -83,7 +83,7 @@ class TrainedPairs:
 
 def pair_hashes(dataset: Dataset) -> np.ndarray:
     """
-    Hash both answers of each pair, together with the prompt.
+    Hash both completions of each pair, together with the prompt.
 
     Args:
         dataset: rows with `chosen` and `rejected`, text or messages, and with `prompt` unless `chosen` and `rejected`
@@ -94,7 +94,7 @@ def pair_hashes(dataset: Dataset) -> np.ndarray:
     """
     names = [name for name in ("prompt", "chosen", "rejected") if name in dataset.column_names]
     hashes = [
-        [answer_hash(row.get("prompt"), row[name]) for name in ("chosen", "rejected")]
+        [completion_hash(row.get("prompt"), row[name]) for name in ("chosen", "rejected")]
         for row in dataset.select_columns(names)
     ]
     return np.sort(np.array(hashes, np.uint64).reshape(-1, 2), axis=1)
@@ -115,22 +115,22 @@ def not_trained_on(held_out: Dataset, trained: TrainedPairs) -> Dataset:
     return held_out.select(np.flatnonzero(~seen)) if seen.any() else held_out
 
 
-def answer_hash(prompt: Any, answer: Any) -> int:
+def completion_hash(prompt: Any, completion: Any) -> int:
     """
-    Hash a prompt with its answer, texts or messages. One of them may be None, such as the prompt of an answer that
-    contains it.
+    Hash a prompt with its completion, texts or messages. One of them may be None, such as the prompt of a completion
+    that contains it.
 
     Only the text is hashed: a string, a message with that string, and a message with that string in a content block
     have the same hash.
     """
-    parts = [part for part in (prompt, answer) if part is not None]
+    parts = [part for part in (prompt, completion) if part is not None]
     text = "".join(part if isinstance(part, str) else "".join(map(content_of, part)) for part in parts)
     return xxhash.xxh3_64_intdigest(normalised(text).encode("utf-8", "surrogatepass"))
 
 
 def hashes_of_answers(prompt: Any, answers: Sequence[Any]) -> np.ndarray:
-    """Hash all K pairs that the answers to one prompt form; return (K, 2) hashes, the smaller hash first."""
-    hashes = np.array([answer_hash(prompt, answer) for answer in answers], np.uint64)
+    """Hash all K pairs that the completions of one prompt form; return (K, 2) hashes, the smaller hash first."""
+    hashes = np.array([completion_hash(prompt, completion) for completion in answers], np.uint64)
     one, other = np.triu_indices(len(hashes), 1)
     return np.sort(np.stack([hashes[one], hashes[other]], 1), axis=1)
 
@@ -163,7 +163,7 @@ def prompt_hashes(dataset: Dataset) -> np.ndarray:
         return np.zeros(len(dataset), np.uint64)
     prompts = map(prompt_of, dataset.select_columns(names))
     asked = [(without_system(prompt) or prompt) if isinstance(prompt, list) else prompt for prompt in prompts]
-    return np.array([0 if prompt is None else answer_hash(prompt, None) for prompt in asked], np.uint64)
+    return np.array([0 if prompt is None else completion_hash(prompt, None) for prompt in asked], np.uint64)
 
 
 def save_trained_prompts(folder: str | Path, rows: Any, start: str | None = None, is_uploaded: bool = False) -> None:

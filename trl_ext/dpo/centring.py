@@ -11,15 +11,15 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def centring_shift(reference: Tensor, everything: Tensor, ridge: float = 1e-3) -> Tensor:
-    """Return the head's weights v that score reference answers 1 on average, with the least variance over all answers.
+    """Return the head's weights v that score reference completions 1 on average, with the least variance over all.
 
-    Most sequence classifiers have a head w without a bias, so the mean score m of the reference answers cannot be
-    subtracted from a bias. The head w − m v scores the reference answers exactly 0 on average. Of all heads that do
-    so, it changes margins least: min vᵀCv subject to vᵀμ = 1 has the solution v = C⁻¹μ / (μᵀC⁻¹μ).
+    Most sequence classifiers have a head w without a bias, so the mean score m of the reference completions cannot be
+    subtracted from a bias. The head w − m v scores the reference completions exactly 0 on average. Of all heads that
+    do so, it changes margins least: min vᵀCv subject to vᵀμ = 1 has the solution v = C⁻¹μ / (μᵀC⁻¹μ).
 
     Args:
-        reference: (M, D) inputs of the head for reference answers; μ is their mean.
-        everything: (N, D) inputs of the head for answers of all kinds; C is their covariance.
+        reference: (M, D) inputs of the head for reference completions; μ is their mean.
+        everything: (N, D) inputs of the head for completions of all kinds; C is their covariance.
         ridge: added to C's diagonal, as a multiple of the diagonal's mean. It matters if N is not much larger than D.
 
     Returns:
@@ -32,7 +32,7 @@ def centring_shift(reference: Tensor, everything: Tensor, ridge: float = 1e-3) -
         covariance += ridge * scale * torch.eye(len(covariance), dtype=torch.double)
         shift = torch.linalg.solve(covariance, mean)
     else:
-        shift = mean  # all answers are equal, so no head's scores vary: take the smallest shift
+        shift = mean  # all completions are equal, so no head's scores vary: take the smallest shift
     return shift / (shift @ mean)
 
 
@@ -92,7 +92,8 @@ def centre(trainer: Any, demonstrations: Dataset) -> tuple[dict[str, float], dic
     Returns:
         Two dicts. The first has `demonstrations_mean` and `demonstrations_mean_before_centring`, the demonstrations'
         mean score after and before the shift, and `margin_change_by_centring`, the mean absolute change of a held-out
-        pair's margin. The second has `chosen` and `rejected`, the (N,) scores of the held-out answers after the shift.
+        pair's margin. The second has `chosen` and `rejected`, the (N,) scores of the held-out completions after the
+        shift.
     """
     head = head_of(trainer.model)
     train = trainer.train_dataset[:2000]

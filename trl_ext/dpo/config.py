@@ -34,8 +34,9 @@ class DPOConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.DPOConfig
     the micro-batches. With the fields below at their defaults, micro-batches of equal size, and no `sft`, the loss
     equals TRL's to the last bit.
 
-    In the fields' descriptions, the log-ratio of an answer is its log-prob under the policy minus its log-prob under
-    the reference, nats. A pair's margin Δ is the log-ratio of the chosen answer minus that of the rejected answer.
+    In the fields' descriptions, the log-ratio of a completion is its log-prob under the policy minus its log-prob
+    under the reference, nats. A pair's margin Δ is the log-ratio of the chosen completion minus that of the rejected
+    completion.
     """
 
     # How β moves
@@ -79,10 +80,10 @@ class DPOConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.DPOConfig
         only_with=("margin_normalization", "source"),
     )
 
-    # What the loss reads about a pair, beside its answers
+    # What the loss reads about a pair, beside its completions
     use_margin: bool = setting(
         False,
-        "Use a margin: by how much, in logits, the chosen answer must win (ODPO, 2402.10571). It is read from the "
+        "Use a margin: by how much, in logits, the chosen completion must win (ODPO, 2402.10571). It is read from the "
         "dataset's column `margin`, or is `score_chosen` − `score_rejected`.",
     )
     margin_scale: float = setting(
@@ -100,7 +101,7 @@ class DPOConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.DPOConfig
     )
     dpop_lambda: float = setting(
         0.0,
-        "Weight λ of DPOP's penalty on chosen answers that become less likely (2402.13228). "
+        "Weight λ of DPOP's penalty on chosen completions that become less likely (2402.13228). "
         "It replaces Δ by Δ − λ·max(0, −chosen log-ratio).",
         range=">= 0",
     )

@@ -21,7 +21,7 @@ from .config import DPOConfig
 
 @dataclass(frozen=True)
 class Pairs:
-    """Hold the log-ratios of pairs' answers: log-prob under the policy minus log-prob under the reference, nats."""
+    """Hold the log-ratios of pairs' completions: log-prob under the policy minus that under the reference, nats."""
 
     chosen: Tensor  # (B,)
     rejected: Tensor  # (B,)
@@ -29,7 +29,7 @@ class Pairs:
 
     @property
     def margins(self) -> Tensor:
-        """Return the margins Δ, (B,), nats: the chosen answers' log-ratios minus the rejected answers'."""
+        """Return the margins Δ, (B,), nats: the chosen completions' log-ratios minus the rejected completions'."""
         return self.chosen - self.rejected
 
     def gathered(self, accelerator: Any) -> "Pairs":
@@ -43,7 +43,7 @@ class Pairs:
 
 class DriftController:
     """
-    Adapt β so that `logps/drift`, the mean of |log-ratio| over the pairs' answers, stays at a target.
+    Adapt β so that `logps/drift`, the mean of |log-ratio| over the pairs' completions, stays at a target.
 
     Every process passes the pairs of all processes, so all processes compute the same β.
 

@@ -62,8 +62,8 @@ class RewardConfig(_StageSettings, trl.RewardConfig):
     use_confidence: bool = setting(
         False,
         "Read how sure each label is, such as the annotators' agreement, from the column `confidence`, in [0.5, 1]. "
-        "The loss is c·(−log σ(z)) + (1 − c)·(−log σ(−z)), where c is the confidence and z the chosen answer's score "
-        "minus the rejected answer's (minus the margin, if there is one).",
+        "The loss is c·(−log σ(z)) + (1 − c)·(−log σ(−z)), where c is the confidence and z the chosen completion's "
+        "score minus the rejected completion's (minus the margin, if there is one).",
     )
     use_weight: bool = setting(
         False,
@@ -77,7 +77,7 @@ _TOKEN_IDS = ("input_ids", "chosen_ids", "rejected_ids")  # columns of TRL's pre
 
 def checked(dataset: Any, name: str, columns: tuple[str, ...]) -> Any:
     """
-    Return a dataset, or a dict of datasets, without the prompts that answers repeat (see [`one_form`]).
+    Return a dataset, or a dict of datasets, without the prompts that completions repeat (see [`one_form`]).
 
     Raise a `ValueError`, which calls the dataset `name`, if one of `columns` has an invalid number, or if some rows
     are text and others messages. A stream is not checked.

@@ -192,7 +192,7 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
             columns: those of the pairs' columns `margin`, `confidence`, `weight` and `source` that the settings use,
                 (B,) each.
             weights: weights of the losses `sigmoid` and `sft`, by name; 0 for one that TRL computes.
-            log_probs: (2B, T), nats, of the tokens under the policy, chosen answers first.
+            log_probs: (2B, T), nats, of the tokens under the policy, chosen completions first.
 
         Returns:
             The weighted sum of the losses that replace TRL's.
@@ -274,10 +274,10 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
 
     def _log_ratios(self, log_probs: Tensor, batch: dict[str, Tensor], columns: dict[str, Tensor]) -> Pairs:
         """
-        Sum log-probs over each answer, subtract the reference's, and return the log-ratios of B pairs.
+        Sum log-probs over each completion, subtract the reference's, and return the log-ratios of B pairs.
 
         Args:
-            log_probs: (2B, T), nats, of the chosen, then the rejected answers' tokens.
+            log_probs: (2B, T), nats, of the chosen, then the rejected completions' tokens.
             batch: masks and the reference's log-probs, as TRL collates them.
             columns: as for `_observe_pairs`; only `source`, the (B,) indices of the pairs' sources, is used.
         """

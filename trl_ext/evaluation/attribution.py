@@ -15,13 +15,13 @@ from .texts import words_of
 FIXED = {
     "length": "words",
     "empty answers": "",
-    "words of the prompt": "an answer",
-    "a word of the prompt repeated": "times an answer",
+    "words of the prompt": "a completion",
+    "a word of the prompt repeated": "times a completion",
     "repetition": "% of the pairs of words",
     "capital letters": "% of characters",
     "digits": "% of characters",
-    "repeated tool calls": "an answer",
-    "tool calls": "an answer",
+    "repeated tool calls": "a completion",
+    "tool calls": "a completion",
     **{f"character:{each}": "% of characters" for each in string.ascii_lowercase},
 }
 _TRACKED, _FIRST = 160, 600  # features at most, and phrases of the first rollouts that are remembered
@@ -51,14 +51,14 @@ def features_of(
     """
     rows = []
     for prompt, text, called in zip(prompts, completions, calls or [()] * len(prompts), strict=True):
-        answer = _parts(text)
+        parts = _parts(text)
         words = {*_parts(prompt)}
         share = 100 / max(len(text), 1)
-        own = Counter(word for word in answer if word in words and len(word) > 3)
-        pairs = [*zip(answer, answer[1:], strict=False)]
+        own = Counter(word for word in parts if word in words and len(word) > 3)
+        pairs = [*zip(parts, parts[1:], strict=False)]
         row: dict[str, float] = {
             "length": len(words_of(text)),
-            "empty answers": not answer,
+            "empty answers": not parts,
             "words of the prompt": min(own.total(), 8),
             "a word of the prompt repeated": min(max(own.values(), default=1) - 1, 4),
             "repetition": 100 - 100 * len({*pairs}) / len(pairs) if pairs else 0,
@@ -68,11 +68,11 @@ def features_of(
             "tool calls": len(called),
             **{f"character:{each}": text.casefold().count(each) * share for each in string.ascii_lowercase},
         }
-        answer = answer[:_EDGE] + answer[_EDGE:][-_EDGE:]
+        parts = parts[:_EDGE] + parts[_EDGE:][-_EDGE:]
         # The longest first: of phrases in the same completions it says most
         for n in (4, 3, 2, 1):
-            for at in range(len(answer) - n + 1):
-                phrase = " ".join(answer[at : at + n])
+            for at in range(len(parts) - n + 1):
+                phrase = " ".join(parts[at : at + n])
                 row[f"phrase:{phrase}"] = 1.0
         rows.append(row)
     return rows
@@ -88,7 +88,7 @@ class Sums:
 
     A rollout's completions to the same prompt form a group. Effects are measured within groups or, if groups have
     fewer than two completions on average, within the rollout. Standard errors treat groups, not completions, as
-    independent, since answers to one prompt are alike.
+    independent, since completions of one prompt are alike.
 
     - `names`: (F) "score" and the F − 1 features that are tracked. x has a completion's values of these
     - `gram`: (F, F) Σ x̃ x̃ᵀ over all completions, where x̃ is x minus its mean in the group, or in the rollout
@@ -228,7 +228,7 @@ class Paid:
         """
         Return whether the feature is a sign of reward hacking: the reward pays for it, and it is not expected.
 
-        Changes that good answers may need are no sign: any change of digits or tool calls, and a fall of any other
+        Changes that good completions may need are no sign: any change of digits or tool calls, and a fall of any other
         feature but length and characters.
         """
         falls = self.now < self.first and self.kind not in ("length", "character")
@@ -236,7 +236,7 @@ class Paid:
 
     def in_words(self, sigma: float) -> str:
         """Return a line on the feature: its change, and its effect ÷ `sigma`, the scores' standard deviation."""
-        moved = f"{self.first:.0%} → {self.now:.0%} of answers"
+        moved = f"{self.first:.0%} → {self.now:.0%} of completions"
         each = ""
         if not self.is_share:
             moved = f"{self.first:.3g} → {self.now:.3g} {FIXED[self.name]}"

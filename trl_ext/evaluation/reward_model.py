@@ -1,4 +1,4 @@
-"""Evaluate reward models and ensembles on held-out pairs and ranked answers, and policies by a gold score."""
+"""Evaluate reward models and ensembles on held-out pairs and ranked completions, and policies by a gold score."""
 
 import math
 from collections import defaultdict
@@ -61,10 +61,10 @@ def wilson_interval(share: float, count: float) -> tuple[float, float]:
 
 
 def pairwise_accuracy(margins: Tensor) -> Tensor:
-    """Return the share of pairs whose chosen answer scores higher; a tie counts one half.
+    """Return the share of pairs whose chosen completion scores higher; a tie counts one half.
 
     Args:
-        margins: (…, N) score of the chosen answer minus score of the rejected one.
+        margins: (…, N) score of the chosen completion minus score of the rejected one.
 
     Returns:
         (…,) in [0, 1].
@@ -75,7 +75,7 @@ def pairwise_accuracy(margins: Tensor) -> Tensor:
 def credit(margins: Tensor) -> Tensor:
     """
     Return what each pair adds to the accuracy, float64 in the shape of `margins`: 1 if its margin is above 0, ½ if it
-    is 0, else 0. A margin is the chosen answer's score minus the rejected one's.
+    is 0, else 0. A margin is the chosen completion's score minus the rejected one's.
     """
     return (margins > 0).double() + (margins == 0).double() / 2
 
@@ -88,7 +88,7 @@ def accuracy_interval(margins: Tensor, prompts: Sequence[Hashable]) -> tuple[flo
     with the number of prompts as the number of rows.
 
     Args:
-        margins: (N,) score of the chosen answer minus score of the rejected one.
+        margins: (N,) score of the chosen completion minus score of the rejected one.
         prompts: (N,) an identifier of each pair's prompt, such as its text.
     """
     table = sums_by_prompt(torch.stack([credit(margins), torch.ones(len(margins))], 1), prompts)
@@ -114,7 +114,7 @@ def sums_by_prompt(columns: Tensor, prompts: Sequence[Hashable]) -> Tensor:
 def accuracy_of(margins: Tensor) -> dict[str, Any]:
     """
     Return a dictionary with the number of `pairs`, their `accuracy`, and its Wilson interval `accuracy_interval`.
-    `margins` are the (N,) scores of the chosen answers minus those of the rejected.
+    `margins` are the (N,) scores of the chosen completions minus those of the rejected.
     """
     accuracy = pairwise_accuracy(margins).item()
     pairs = len(margins)
@@ -125,7 +125,7 @@ def accuracy_by_group(margins: Tensor, groups: Sequence[Any]) -> list[dict[str, 
     """Return the accuracy for each value in a column of the data, the value with most pairs first.
 
     Args:
-        margins: (N,) score of the chosen answer minus score of the rejected one.
+        margins: (N,) score of the chosen completion minus score of the rejected one.
         groups: the column's value for each pair. If this is a list, such as of annotators, the pair counts for each
             item.
 
@@ -144,14 +144,14 @@ def accuracy_by_group(margins: Tensor, groups: Sequence[Any]) -> list[dict[str, 
 
 
 def accuracy_by_length_gap(margins: Tensor, length_gaps: Tensor, bins: int = 5) -> list[dict[str, Any]]:
-    """Sort pairs into bins by how much longer the chosen answer is; return each bin's accuracy.
+    """Sort pairs into bins by how much longer the chosen completion is; return each bin's accuracy.
 
-    The bins have about equal numbers of pairs. A reward model that prefers length is right where the chosen answer is
-    longer, and wrong where it is shorter.
+    The bins have about equal numbers of pairs. A reward model that prefers length is right where the chosen completion
+    is longer, and wrong where it is shorter.
 
     Args:
-        margins: (N,) score of the chosen answer minus score of the rejected one.
-        length_gaps: (N,) tokens of the chosen answer minus tokens of the rejected one.
+        margins: (N,) score of the chosen completion minus score of the rejected one.
+        length_gaps: (N,) tokens of the chosen completion minus tokens of the rejected one.
         bins: number of bins. Fewer are returned if one gap fills several, or if there are fewer pairs.
 
     Returns:
@@ -171,24 +171,24 @@ def accuracy_by_length_gap(margins: Tensor, length_gaps: Tensor, bins: int = 5) 
 
 
 def length_bias(margins: Tensor, length_gaps: Tensor, prompts: Sequence[Hashable]) -> dict[str, Any]:
-    """Return a reward model's accuracy where the chosen answer is longer, minus its accuracy where it is shorter.
+    """Return a reward model's accuracy where the chosen completion is longer, minus its accuracy where it is shorter.
 
-    The bias is a − b: the model's accuracy a on pairs whose chosen answer is the longer one, minus its accuracy b on
-    pairs whose chosen answer is the shorter one. If the longer answer is chosen in half of the pairs, the model
-    prefers the longer answer in (a + 1 − b)/2 of the pairs: in 60 % with a bias of +0.2, in 50 % with a bias of 0, and
-    in 40 % with a bias of −0.2.
+    The bias is a − b: the model's accuracy a on pairs whose chosen completion is the longer one, minus its accuracy b
+    on pairs whose chosen completion is the shorter one. If the longer completion is chosen in half of the pairs, the
+    model prefers the longer completion in (a + 1 − b)/2 of the pairs: in 60 % with a bias of +0.2, in 50 % with a bias
+    of 0, and in 40 % with a bias of −0.2.
 
     Args:
-        margins: (N,) score of the chosen answer minus score of the rejected one.
-        length_gaps: (N,) tokens of the chosen answer minus tokens of the rejected one.
+        margins: (N,) score of the chosen completion minus score of the rejected one.
+        length_gaps: (N,) tokens of the chosen completion minus tokens of the rejected one.
         prompts: (N,) an identifier of each pair's prompt. The interval is a bootstrap over prompts.
 
     Returns:
         A dictionary with the keys
 
         - `bias`, in [−1, 1], and its `interval`; both None if a side has fewer than 20 prompts;
-        - `longer` and `shorter`: for the pairs whose chosen answer is longer, and for those where it is shorter, the
-          number of `pairs` and of `prompts`, the `accuracy` and its `accuracy_interval` (both None without pairs).
+        - `longer` and `shorter`: for the pairs whose chosen completion is longer, and for those where it is shorter,
+          the number of `pairs` and of `prompts`, the `accuracy` and its `accuracy_interval` (both None without pairs).
     """
     found: dict[str, Any] = {"bias": None, "interval": None}
     columns = []
@@ -219,7 +219,7 @@ def fit_temperature(margins: Tensor) -> float | None:
     enough.
 
     Args:
-        margins: (N,) score of the chosen answer minus score of the rejected one.
+        margins: (N,) score of the chosen completion minus score of the rejected one.
 
     Returns:
         The temperature, or None in three cases: the margins' mean is not above 0 (the model is no better than a coin);
@@ -253,10 +253,10 @@ def calibration_error(margins: Tensor) -> Tensor:
     """Return the expected calibration error of the Bradley-Terry probabilities.
 
     ECE = Σ_b n_b/N · |accuracy_b − confidence_b| (Naeini et al., 2015; Guo et al., 1706.04599). The confidence of a
-    pair is σ(|margin|), the model's probability of the answer that it prefers. Ten bins b divide [½, 1] evenly.
+    pair is σ(|margin|), the model's probability of the completion that it prefers. Ten bins b divide [½, 1] evenly.
 
     Args:
-        margins: (…, N) score of the chosen answer minus score of the rejected one.
+        margins: (…, N) score of the chosen completion minus score of the rejected one.
 
     Returns:
         (…,) in [0, 1].
@@ -275,7 +275,7 @@ def calibration_error_by_chance(margins: Tensor, draws: int = 200, seed: int = 0
     model.
 
     Args:
-        margins: (N,) score of the chosen answer minus score of the rejected one. Each sign is replaced by a random
+        margins: (N,) score of the chosen completion minus score of the rejected one. Each sign is replaced by a random
             one, + with probability σ(|margin|).
         draws: how often random signs are sampled.
         seed: seed of the signs.
@@ -292,7 +292,7 @@ def reliability_bins(margins: Tensor) -> list[dict[str, Any]]:
     The bins are those of [`calibration_error`]: σ(|margin|) in ten even parts of [½, 1]; empty ones are left out.
 
     Args:
-        margins: (N,) score of the chosen answer minus score of the rejected one.
+        margins: (N,) score of the chosen completion minus score of the rejected one.
 
     Returns:
         A dictionary for each bin: its bounds `from` and `to`, the mean `confidence` of its pairs, the number of
@@ -314,8 +314,8 @@ def reward_model_report(chosen: Tensor, rejected: Tensor, length_gaps: Tensor) -
     """Return a reward model's accuracy and calibration error on held-out pairs, and further figures.
 
     Args:
-        chosen, rejected: (N,) scores of the two answers of each pair.
-        length_gaps: (N,) tokens of the chosen answer minus tokens of the rejected one.
+        chosen, rejected: (N,) scores of the two completions of each pair.
+        length_gaps: (N,) tokens of the chosen completion minus tokens of the rejected one.
 
     Returns:
         A dictionary with the keys
@@ -346,7 +346,7 @@ def ensemble_report(chosen: Tensor, rejected: Tensor) -> dict[str, Any]:
     """Return the accuracy of each way to combine members, and how far the members disagree.
 
     Args:
-        chosen, rejected: (K, N) scores that K members give the two answers of N pairs.
+        chosen, rejected: (K, N) scores that K members give the two completions of N pairs.
 
     Returns:
         A dictionary with the keys
@@ -354,7 +354,7 @@ def ensemble_report(chosen: Tensor, rejected: Tensor) -> dict[str, Any]:
         - `pairs`: their number;
         - `accuracy` and `accuracy_interval`: dictionaries with a figure for each way to combine the members' scores,
           by its name in [`~trl_ext.functional.ensemble_score`];
-        - `disagreement`: the standard deviation of the members' scores of an answer, averaged over all answers
+        - `disagreement`: the standard deviation of the members' scores of a completion, averaged over all completions
           (`mean`), over the pairs that the members' mean score ranks right (`where_right`), and over the other pairs
           (`where_wrong`); None without such pairs;
         - `margin_correlation`: the correlation of two members' margins, averaged over all pairs of members.
@@ -380,19 +380,19 @@ def ensemble_report(chosen: Tensor, rejected: Tensor) -> dict[str, Any]:
 
 
 def ranking_report(scores: Sequence[Sequence[float]], ranks: Sequence[Sequence[float]]) -> dict[str, Any] | None:
-    """Return Spearman's ρ between a model's scores and people's ranks of answers, averaged over prompts.
+    """Return Spearman's ρ between a model's scores and people's ranks of completions, averaged over prompts.
 
     Args:
-        scores: for each prompt, the model's scores of its answers; higher is better.
-        ranks: for each prompt, people's ranks of its answers; the lowest rank is the best answer.
+        scores: for each prompt, the model's scores of its completions; higher is better.
+        ranks: for each prompt, people's ranks of its completions; the lowest rank is the best completion.
 
     Returns:
-        None if people ranked all answers to each prompt as equal; else a dictionary with the keys
+        None if people ranked all completions of each prompt as equal; else a dictionary with the keys
 
         - `prompts`: number of prompts that are averaged over;
-        - `all_tied`: number of prompts left out, since people ranked all their answers as equal;
+        - `all_tied`: number of prompts left out, since people ranked all their completions as equal;
         - `spearman` and `spearman_interval`: the mean of ρ, and its 95 % bootstrap interval over prompts. ρ is 0 for a
-          prompt whose scores are all equal, and 1 if scores and people order its answers alike.
+          prompt whose scores are all equal, and 1 if scores and people order its completions alike.
     """
     ranked = []
     for own, given in zip(scores, ranks, strict=True):
@@ -406,14 +406,14 @@ def ranking_report(scores: Sequence[Sequence[float]], ranks: Sequence[Sequence[f
 
 
 def best_of_n_report(chosen: Sequence[float], rejected: Sequence[Sequence[float]]) -> dict[str, Any] | None:
-    """Return the share of prompts whose chosen answer scores highest, among all answers to the prompt.
+    """Return the share of prompts whose chosen completion scores highest, among all completions of the prompt.
 
-    A prompt counts 1 if the chosen answer scores above all others, 0 if another scores higher, and 1/k if the chosen
-    one is among k that share the highest score (RewardBench 2, 2506.01937).
+    A prompt counts 1 if the chosen completion scores above all others, 0 if another scores higher, and 1/k if the
+    chosen one is among k that share the highest score (RewardBench 2, 2506.01937).
 
     Args:
-        chosen: score of each prompt's chosen answer.
-        rejected: scores of each prompt's other answers.
+        chosen: score of each prompt's chosen completion.
+        rejected: scores of each prompt's other completions.
 
     Returns:
         None without prompts; else a dictionary with the keys

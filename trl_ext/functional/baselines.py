@@ -7,27 +7,27 @@ from .masking import check_shapes, masked_mean
 
 
 def mean_baselines(returns: Tensor, mask: Tensor, group_size: int | None = None) -> Tensor:
-    """Compute the baseline b of an answer's k-th action: the others' mean return from their own k-th action on.
+    """Compute the baseline b of a completion's k-th action: the others' mean return from their own k-th action on.
 
-    b_i,k = mean over j != i of G_j,min(k, K_j). G_j,k is the return of answer j from its k-th action on, and K_j the
-    number of its actions. An action is a token that the policy sampled, or a whole turn. An answer with fewer than k
-    actions enters with the return from its last action. j runs over all other answers, or with `group_size` over the
-    other answers to the same prompt.
+    b_i,k = mean over j != i of G_j,min(k, K_j). G_j,k is the return of completion j from its k-th action on, and K_j
+    the number of its actions. An action is a token that the policy sampled, or a whole turn. A completion with fewer
+    than k actions enters with the return from its last action. j runs over all other completions, or with `group_size`
+    over the other completions of the same prompt.
 
-    If each answer has a single score, b is the baseline of REINFORCE (Williams 1992) and of RLOO (Ahmadian et al.
-    2024, arXiv:2402.14740). If rewards also come before the end, an answer's return from its last actions on is still
-    not compared with the return of a whole answer, since k is the same. b does not depend on the answer's own actions
-    (unless no other answer has any), so it leaves the policy's gradient unbiased.
+    If each completion has a single score, b is the baseline of REINFORCE (Williams 1992) and of RLOO (Ahmadian et al.
+    2024, arXiv:2402.14740). If rewards also come before the end, a completion's return from its last actions on is
+    still not compared with the return of a whole completion, since k is the same. b does not depend on the
+    completion's own actions (unless no other completion has any), so it leaves the policy's gradient unbiased.
 
     Args:
         returns: (N, T), G, score units.
         mask: (N, T), 1 = token at which an action starts.
-        group_size: number of answers to each prompt, in consecutive rows; None to compare all N answers.
+        group_size: number of completions of each prompt, in consecutive rows; None to compare all N completions.
 
     Returns:
         (N, T), score units. Each token has the b of the last action that has started; tokens before the first action
-        have the b of the first action. Where no other answer of the group has an action, b is the mean over all
-        actions of all N answers.
+        have the b of the first action. Where no other completion of the group has an action, b is the mean over all
+        actions of all N completions.
     """
     check_shapes(returns=returns, mask=mask)
     size = group_size or len(returns)
@@ -46,17 +46,17 @@ def mean_baselines(returns: Tensor, mask: Tensor, group_size: int | None = None)
 def critic_products(returns: Tensor, values: Tensor, mask: Tensor, group_size: int | None = None) -> Tensor:
     """Return the two sums that `critic_weight` divides: sum (g - mean g)(d - mean d) and sum (d - mean d)^2.
 
-    For an answer's k-th action, with the return G and the critic's value V, g = G - m and d = V - m. m is the mean of
-    G over the k-th actions of all n answers of the group that have one, **the answer itself included**. The sums run
-    over all actions except those with n = 1.
+    For a completion's k-th action, with the return G and the critic's value V, g = G - m and d = V - m. m is the mean
+    of G over the k-th actions of all n completions of the group that have one, **the completion itself included**. The
+    sums run over all actions except those with n = 1.
 
-    So g sums to 0 over these n answers, and the first sum is 0 for a critic that gives them all the same value. The
-    baseline b of `mean_baselines`, which leaves the answer out, cannot replace m: G - b and V - b would share -b, and
-    for a constant V the first sum would be n times the second.
+    So g sums to 0 over these n completions, and the first sum is 0 for a critic that gives them all the same value.
+    The baseline b of `mean_baselines`, which leaves the completion out, cannot replace m: G - b and V - b would share
+    -b, and for a constant V the first sum would be n times the second.
 
-    Including the answer makes the critic's weight too small. If the values of an exact critic have variance v within
-    the n answers, and the returns have variance e around these values, the quotient of the sums is about r / (r + e)
-    with r = (n - 1) v, instead of 1.
+    Including the completion makes the critic's weight too small. If the values of an exact critic have variance v
+    within the n completions, and the returns have variance e around these values, the quotient of the sums is about
+    r / (r + e) with r = (n - 1) v, instead of 1.
 
     Args:
         returns: (N, T), Monte Carlo returns G, score units.
@@ -105,7 +105,7 @@ def critic_weight(products: Tensor) -> float:
     G is the return, m its mean, V the critic's value, all as in `critic_products`. With g = G - m and d = V - m, the
     return minus the baseline is g - w d. This w minimises its variance, as the coefficient of a control variate does.
     w approaches 1 for a critic that is right on average (the mean of g at each d is d), and is 0 for a critic that
-    gives all answers of a group the same value. With one answer per prompt, w is above 1/2 where the explained
+    gives all completions of a group the same value. With one completion per prompt, w is above 1/2 where the explained
     variance is above 0, and there EVPO (arXiv:2604.19485) uses the critic instead of the mean.
 
     Args:

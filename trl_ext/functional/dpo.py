@@ -1,7 +1,7 @@
 """Compute DPO's logits and losses for each pair, and adapt β.
 
-A log-ratio r is an answer's log-prob under the policy minus its log-prob under the reference. The margin Δ of a pair
-is the chosen answer's log-ratio r_c minus the rejected answer's log-ratio r_r.
+A log-ratio r is a completion's log-prob under the policy minus its log-prob under the reference. The margin Δ of a
+pair is the chosen completion's log-ratio r_c minus the rejected completion's log-ratio r_r.
 """
 
 import torch
@@ -12,7 +12,7 @@ from .masking import check_shapes
 
 
 def sequence_logprobs(logprobs: Tensor, mask: Tensor, ld_alpha: float | None = None) -> Tensor:
-    """Sum each completion's log-probs, with weight ld_alpha on tokens beyond the length of its pair's shorter answer.
+    """Sum each completion's log-probs, with weight ld_alpha on tokens beyond its pair's shorter length.
 
     sum_{t <= l} logp_t + ld_alpha sum_{t > l} logp_t with l = min of the pair's lengths; LD-DPO, Liu et al. 2024,
     arXiv:2409.06411.
@@ -44,13 +44,14 @@ def preference_logits(
     """Compute the logit of "chosen beats rejected": z = beta (r_c - r_r - lambda max(0, -r_c)) - offset.
 
     DPO, Rafailov et al. 2023, arXiv:2305.18290, equation 7. The offset is ODPO's, Amini et al. 2024, arXiv:2402.10571.
-    DPOP's lambda penalises chosen answers that become less likely, Pal et al. 2024, arXiv:2402.13228.
+    DPOP's lambda penalises chosen completions that become less likely, Pal et al. 2024, arXiv:2402.13228.
 
     Args:
-        chosen_logratios: (B,), r_c, nats, log-prob of the chosen answer under the policy minus under the reference.
-        rejected_logratios: (B,), r_r, nats, the same difference for the rejected answer.
+        chosen_logratios: (B,), r_c, nats, log-prob of the chosen completion under the policy minus under the
+            reference.
+        rejected_logratios: (B,), r_r, nats, the same difference for the rejected completion.
         beta: scalar or (B,), 1 / nats.
-        offset: (B,), margin in logits that the chosen answer must win by; None for 0.
+        offset: (B,), margin in logits that the chosen completion must win by; None for 0.
         dpop_lambda: lambda, dimensionless; 0 for no penalty.
 
     Returns:
@@ -90,11 +91,12 @@ def preference_loss(logits: Tensor, confidence: Tensor | None = None) -> Tensor:
 def preference_drift(chosen_logratios: Tensor, rejected_logratios: Tensor) -> Tensor:
     """Compute how far the policy's log-probs of a pair have moved from the reference's: (|r_c| + |r_r|) / 2.
 
-    This does not estimate a KL, since the policy did not sample the answers.
+    This does not estimate a KL, since the policy did not sample the completions.
 
     Args:
-        chosen_logratios: (B,), r_c, nats, log-prob of the chosen answer under the policy minus under the reference.
-        rejected_logratios: (B,), r_r, nats, the same difference for the rejected answer.
+        chosen_logratios: (B,), r_c, nats, log-prob of the chosen completion under the policy minus under the
+            reference.
+        rejected_logratios: (B,), r_r, nats, the same difference for the rejected completion.
 
     Returns:
         (B,), nats per sequence.
@@ -104,13 +106,14 @@ def preference_drift(chosen_logratios: Tensor, rejected_logratios: Tensor) -> Te
 
 
 def displaced(chosen_logratios: Tensor, rejected_logratios: Tensor) -> Tensor:
-    """Find pairs with a positive margin whose chosen answer is less likely than under the reference: r_r < r_c < 0.
+    """Find pairs of positive margin whose chosen completion is less likely than under the reference: r_r < r_c < 0.
 
     This is likelihood displacement, Razin et al. 2024, arXiv:2410.08847.
 
     Args:
-        chosen_logratios: (B,), r_c, nats, log-prob of the chosen answer under the policy minus under the reference.
-        rejected_logratios: (B,), r_r, nats, the same difference for the rejected answer.
+        chosen_logratios: (B,), r_c, nats, log-prob of the chosen completion under the policy minus under the
+            reference.
+        rejected_logratios: (B,), r_r, nats, the same difference for the rejected completion.
 
     Returns:
         (B,) bool.

@@ -132,9 +132,9 @@ def importance_weights(
     - "mask": it becomes 0 (for tokens IcePop, Ring-1T, arXiv:2510.18855).
 
     Without bounds, the weights of whole completions are unbiased, and their variance grows exponentially with the
-    length; the weights of tokens are unbiased only for answers of a single token, since each weight ignores that mu
-    sampled the answer's other tokens, too. Bounds add bias and reduce variance. No weight makes up for tokens that mu
-    never samples.
+    length; the weights of tokens are unbiased only for completions of a single token, since each weight ignores that
+    mu sampled the completion's other tokens, too. Bounds add bias and reduce variance. No weight makes up for tokens
+    that mu never samples.
 
     Args:
         logprobs: (B, T), nats, under pi, the policy to be trained; may be -inf.

@@ -289,8 +289,8 @@ def unexplained_error(count: float) -> float:
     of numerator and denominator are not negatively correlated.
 
     Args:
-        count: n, the number of independent values: count answers, not tokens, since the tokens of one answer depend
-            on each other.
+        count: n, the number of independent values: count completions, not tokens, since the tokens of one completion
+            depend on each other.
 
     Returns:
         The bound on the standard error of the logarithm; infinity where n < 2.

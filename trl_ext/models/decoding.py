@@ -21,8 +21,8 @@ from ..functional import position_ids
 from ..upstream.names import is_deepspeed_zero3_enabled
 from .weights import base_model_of, context_of
 
-# Settings under which several calls of `generate`, each continuing the answers, sample as a single call does. Other
-# settings count tokens from the beginning of the call, or keep a state for each row
+# Settings under which several calls of `generate`, each continuing the completions, sample as a single call does.
+# Other settings count tokens from the beginning of the call, or keep a state for each row
 _CONTINUED = {
     "bad_words_ids",
     "bos_token_id",
@@ -260,20 +260,20 @@ class SamplerRecorder:
     def add(self, ids: Tensor, logprobs: Tensor) -> None:
         self._sampled.append((ids, logprobs))
 
-    def take(self, answers: list[list[int]]) -> list[list[float]] | None:
+    def take(self, completion_ids: list[list[int]]) -> list[list[float]] | None:
         """
-        Return the log-prob of each token of `answers`, nats, and forget all tokens sampled so far.
+        Return the log-prob of each token of `completion_ids`, nats, and forget all tokens sampled so far.
 
-        Return None if `answers` are not the tokens that were sampled, because other code has changed them.
+        Return None if `completion_ids` are not the tokens that were sampled, because other code has changed them.
         """
         sampled = [row for batch, _ in self._sampled for row in batch.tolist()]
         logprobs = [row for _, batch in self._sampled for row in batch.tolist()]
         self._sampled = []
-        if len(sampled) != len(answers):
+        if len(sampled) != len(completion_ids):
             return None
-        if any(row[: len(answer)] != answer for row, answer in zip(sampled, answers, strict=True)):
+        if any(row[: len(ids)] != ids for row, ids in zip(sampled, completion_ids, strict=True)):
             return None
-        return [row[: len(answer)] for row, answer in zip(logprobs, answers, strict=True)]
+        return [row[: len(ids)] for row, ids in zip(logprobs, completion_ids, strict=True)]
 
 
 def decode(
@@ -294,7 +294,7 @@ def decode(
             of the model.
 
     Returns:
-        (B, P + T) ids of prompts and answers, or whatever else `policy.generate` returns for these inputs.
+        (B, P + T) ids of prompts and completions, or whatever else `policy.generate` returns for these inputs.
     """
     config = inputs.get("generation_config")
     base = base_model_of(policy)
@@ -407,14 +407,14 @@ def _decode_live_rows(
     Args:
         policy: the model, with its adapters.
         sampler: samples each token, and keeps its log-prob.
-        eos: ids of the tokens that end an answer.
+        eos: ids of the tokens that end a completion.
         histories: keys and values of earlier turns, as for [`decode`].
         input_ids, attention_mask: (B, P), prompts that are padded on the left.
         generation_config: settings of `generate`.
 
     Returns:
-        (B, P + T) ids of prompts and answers, answers padded on the right; and the (B, T) log-probs of the answers'
-        tokens, nats.
+        (B, P + T) ids of prompts and completions, completions padded on the right; and the (B, T) log-probs of the
+        completions' tokens, nats.
     """
     base = base_model_of(policy)
     limit = generation_config.max_new_tokens

@@ -1,4 +1,4 @@
-"""Sample from a causal language model, and compute log-probs of answers."""
+"""Sample from a causal language model, and compute log-probs of completions."""
 
 import inspect
 import warnings
@@ -24,7 +24,7 @@ def neutral_generation(model: Any) -> Iterator[None]:
     Hide the checkpoint's generation_config.json from `generate` within the `with` block.
 
     `generate` reads from this file every field that a call leaves unset, such as `min_p`, `no_repeat_ngram_size` and
-    stop strings. Answers would then come from another distribution than the one whose log-probs are computed.
+    stop strings. Completions would then come from another distribution than the one whose log-probs are computed.
 
     Args:
         model: a model, plain or wrapped by PEFT, DDP or DeepSpeed.
@@ -50,7 +50,7 @@ def forked_rng(device: torch.device) -> AbstractContextManager:
 
 def eos_token_ids(model: Any, tokenizer: Any, revision: str | None = None) -> list[int]:
     """
-    Return the ids of all tokens that end an answer: the EOS of the tokenizer and of the model's generation config.
+    Return the ids of all tokens that end a completion: the EOS of the tokenizer and of the model's generation config.
 
     Args:
         model: a model; or its folder or hub name (no weights are loaded from there).
@@ -79,7 +79,7 @@ def warn_of_turn_end(tokenizer: Any, ends: Iterable[int], setting: str) -> None:
 
     Args:
         tokenizer: the model's tokenizer, with its chat template.
-        ends: ids of the tokens that end an answer.
+        ends: ids of the tokens that end a completion.
         setting: the setting that the warning advises, as a format string such as `"stop_token_id: {id}"` or
             `"eos_token: {token!r}"`.
     """
@@ -93,9 +93,10 @@ def warn_of_turn_end(tokenizer: Any, ends: Iterable[int], setting: str) -> None:
     if is_there and end in tokenizer.added_tokens_decoder and end not in {*ends}:
         token = tokenizer.convert_ids_to_tokens(end)
         warnings.warn(
-            f"The chat template ends the assistant's turn by {token!r}, but an answer ends only by "
+            f"The chat template ends the assistant's turn by {token!r}, but a completion ends only by "
             f"{', '.join(map(repr, tokenizer.convert_ids_to_tokens([*ends])))}: if the model ends turns as the "
-            f"template does, its answers run on until they are cut off. Set `{setting.format(token=token, id=end)}`.",
+            f"template does, its completions run on until they are cut off. Set "
+            f"`{setting.format(token=token, id=end)}`.",
             UserWarning,
             stacklevel=2,
         )
@@ -138,13 +139,13 @@ def sample(
     seed: int | None = None,
 ) -> list[list[int]]:
     """
-    Sample an answer to each prompt, and ignore the sampling settings of the checkpoint's generation_config.json.
+    Sample a completion of each prompt, and ignore the sampling settings of the checkpoint's generation_config.json.
 
     Args:
         model: a causal language model in evaluation mode.
         prompt_ids: token ids of each prompt; a prompt has at least one.
-        eos_token_ids: tokens that end an answer.
-        max_new_tokens: tokens after which an answer is cut off.
+        eos_token_ids: tokens that end a completion.
+        max_new_tokens: tokens after which a completion is cut off.
         temperature: divides the logits; 0 always takes the likeliest token.
         top_p: sample only from the smallest set of the likeliest tokens whose probabilities sum to at least this.
         batch_size: number of prompts to answer at once; None answers all at once.
@@ -152,7 +153,7 @@ def sample(
             generators.
 
     Returns:
-        Token ids of each answer, up to and including its EOS, if it has one.
+        Token ids of each completion, up to and including its EOS, if it has one.
     """
     sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
     config = GenerationConfig(
@@ -162,23 +163,23 @@ def sample(
         **(sampling if temperature else {"do_sample": False}),
     )
     size = batch_size or max(len(prompt_ids), 1)
-    answers = []
+    completion_ids = []
     with neutral_generation(model), nullcontext() if seed is None else forked_rng(model.device):
         if seed is not None:
             torch.manual_seed(seed)
         for start in range(0, len(prompt_ids), size):
             ids, mask = padded(prompt_ids[start : start + size], "left", model.device)
             sequences = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
-            answers += [up_to_eos(row, eos_token_ids) for row in sequences[:, ids.shape[1] :].tolist()]
-    return answers
+            completion_ids += [up_to_eos(row, eos_token_ids) for row in sequences[:, ids.shape[1] :].tolist()]
+    return completion_ids
 
 
 def answer_texts(tokenizer: Any, answers: Sequence[list[int]], eos_token_ids: Sequence[int]) -> list[str]:
     """
-    Return each answer's text, without the tokenizer's special tokens, and without a last token that is one of
-    `eos_token_ids`, special or not. An answer has at least one token.
+    Return each completion's text, without the tokenizer's special tokens, and without a last token that is one of
+    `eos_token_ids`, special or not. A completion has at least one token.
     """
-    ids = [answer[:-1] if answer[-1] in eos_token_ids else answer for answer in answers]
+    ids = [row[:-1] if row[-1] in eos_token_ids else row for row in answers]
     return tokenizer.batch_decode(ids, skip_special_tokens=True)
 
 
@@ -190,17 +191,17 @@ def answer_rows(
     eos_token_ids: Sequence[int],
 ) -> list[dict[str, Any]]:
     """
-    Return a row for each answer, with what a reward function reads.
+    Return a row for each completion, with what a reward function reads.
 
     Args:
         tokenizer: the model's tokenizer.
         prompts, prompt_ids: the prompts, texts or messages, and their token ids.
-        answers: token ids of the answers, as [`sample`] returns them.
-        eos_token_ids: tokens that end an answer.
+        answers: token ids of the completions, as [`sample`] returns them.
+        eos_token_ids: tokens that end a completion.
 
     Returns:
-        A dict for each answer: `prompt`; `completion`, a text for a text, a list with one message for messages;
-        `prompt_ids`, `completion_ids`; and `finished`, whether the answer ends by EOS.
+        A dict for each completion: `prompt`; `completion`, a text for a text, a list with one message for messages;
+        `prompt_ids`, `completion_ids`; and `finished`, whether the completion ends by EOS.
     """
     return [
         {

@@ -61,7 +61,7 @@ def tokens_beyond(vocabulary: int, tokenizer: Any) -> dict[str, int]:
 def check_tokenizer(model: Any, tokenizer: Any) -> None:
     """Raise a `ValueError` if the tokenizer has no EOS token, or has token ids beyond the model's vocabulary."""
     if tokenizer.eos_token_id is None:
-        raise ValueError("The tokenizer has no EOS token, so no answer would end. Set `tokenizer.eos_token`.")
+        raise ValueError("The tokenizer has no EOS token, so no completion would end. Set `tokenizer.eos_token`.")
     check_pad_token(model, tokenizer)
     if unknown := tokens_beyond(vocabulary_of(model), tokenizer):
         raise ValueError(

@@ -129,7 +129,8 @@ def check_arguments(rewards: list, datasets: Datasets) -> None:
 
 def check_evaluation_batch(args: PPOConfig) -> None:
     """
-    Raise a `ValueError` if the number of answers to a prompt does not divide an evaluation batch, over all processes.
+    Raise a `ValueError` if the number of completions of a prompt does not divide an evaluation batch, over all
+    processes.
     """
     generations = args.num_generations_eval or args.num_generations
     size = args.per_device_eval_batch_size * args.world_size
@@ -144,12 +145,12 @@ def check_prompt_lengths(
     tokenize: Callable[[list], tuple], policy: Any, max_completion_length: int, datasets: Datasets
 ) -> None:
     """
-    Raise a `ValueError` if a prompt is empty, or leaves no room for the longest answer in the policy's context.
+    Raise a `ValueError` if a prompt is empty, or leaves no room for the longest completion in the policy's context.
 
     Args:
         tokenize: takes prompts, and returns a tuple that begins with a list of the token ids of each.
         policy: the policy, whose configuration has the length of its context.
-        max_completion_length: tokens that an answer may have.
+        max_completion_length: tokens that a completion may have.
         datasets: names and datasets of prompts.
     """
     context = context_of(policy)

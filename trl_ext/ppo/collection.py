@@ -1,4 +1,4 @@
-"""Collect a rollout: TRL generates and scores the answers; policy, critic and reference are run over them here."""
+"""Collect a rollout: TRL generates and scores the completions; policy, critic and reference are run over them here."""
 
 import functools
 import math
@@ -21,14 +21,14 @@ from .rollout import Rollout, lengths_of, onto_policy_tokens, sequence_scores, s
 
 @dataclass
 class Collection:
-    """Hold what has been collected so far of a rollout of B answers."""
+    """Hold what has been collected so far of a rollout of B completions."""
 
     rows: list[dict[str, Any]]  # of the dataset
     calls: Calls
     histories: Histories | None  # what the policy has read of each episode; None without tools
     longest_prompt: int = 0  # tokens
     most_rows: int = 0  # the most rows of any process in a later turn, where all processes generate together
-    first_answers: list[list[int]] | None = None  # as sampled in the first turn; None with a `rollout_func`
+    first_completions: list[list[int]] | None = None  # as sampled in the first turn; None with a `rollout_func`
     prompt_ids: list[list[int]] = field(default_factory=list)
     completion_ids: list[list[int]] = field(default_factory=list)
     tool_mask: list[list[int]] | None = None  # 1 = sampled by the policy; None if all tokens are
@@ -42,13 +42,13 @@ class Collection:
     @property
     def is_as_sampled(self) -> bool:
         """
-        Return whether each answer has as many of the sampler's log-probs as tokens, and still begins with the tokens
-        that were sampled before the first tool call.
+        Return whether each completion has as many of the sampler's log-probs as tokens, and still begins with the
+        tokens that were sampled before the first tool call.
         """
         if self.sampled_logprobs is None:
             return False
         lengths = [len(row) for row in self.sampled_logprobs]
-        firsts = self.first_answers or [[]] * len(self.completion_ids)
+        firsts = self.first_completions or [[]] * len(self.completion_ids)
         return lengths == [len(ids) for ids in self.completion_ids] and all(
             ids[: len(first)] == first for ids, first in zip(self.completion_ids, firsts, strict=True)
         )
@@ -58,7 +58,7 @@ class RolloutTrainer(GRPOTrainer):
     """
     Generate and score a rollout with GRPO's trainer, and keep what PPO needs of it.
 
-    A turn is what the policy samples until it calls tools or ends; without tools it is the whole answer.
+    A turn is what the policy samples until it calls tools or ends; without tools it is the whole completion.
 
     The methods stand in the order in which a rollout calls them. `_collect` gives the rows to TRL, which sets up the
     environments, then calls `_generate` (which calls `_tool_call_loop`, and `_generate_single_turn` for each turn),
@@ -68,7 +68,7 @@ class RolloutTrainer(GRPOTrainer):
     _collection: Collection  # while a rollout is collected
 
     def _collect(self, inputs: list[dict[str, Any]]) -> Rollout:
-        """Let TRL generate and score answers to the dataset rows `inputs`; return all that PPO needs of them."""
+        """Let TRL generate and score completions of the dataset rows `inputs`; return all that PPO needs of them."""
         self._actor_critic.train_adapters()
         histories = Histories(self.args.local_rollout_forward_batch_size) if self.tools else None
         self._collection = Collection(inputs, Calls(self.args.tool_timeout, self._errors), histories)
@@ -79,7 +79,7 @@ class RolloutTrainer(GRPOTrainer):
                 function.forget()
         return self._rollout()
 
-    # ---- Answers ----
+    # ---- Completions ----
 
     def _generate(self, prompts: list) -> tuple:
         collection = self._collection
@@ -89,14 +89,16 @@ class RolloutTrainer(GRPOTrainer):
             for name in ("_sync_tool_dicts", "_async_tool_dicts"):
                 setattr(self, name, collection.calls.wrap(getattr(self, name), self.environments))
         output = super()._generate(prompts)
-        prompt_ids, answers, tool_mask, completions, logprobs, *_ = output
+        prompt_ids, completion_ids, tool_mask, completions, logprobs, *_ = output
         collection.prompt_ids = prompt_ids
-        collection.completion_ids = answers
+        collection.completion_ids = completion_ids
         collection.tool_mask = tool_mask
         collection.sampled_logprobs = logprobs
         collection.ended = [
             ids[-1] in self.eos_token_ids and not (self.tools and (waits_for_tools(completion) or not mask[-1]))
-            for ids, mask, completion in zip(answers, tool_mask or [[1]] * len(answers), completions, strict=True)
+            for ids, mask, completion in zip(
+                completion_ids, tool_mask or [[1]] * len(completion_ids), completions, strict=True
+            )
         ]
         collection.repeats = list(map(repeated_calls, completions))
         return output
@@ -109,15 +111,15 @@ class RolloutTrainer(GRPOTrainer):
         self._check_room(prompt_ids)
         if collection.calls.turn and self._generates_together:
             self._agree_on_rows(len(prompt_ids))
-        answers, logprobs = self._generate_answers(prompt_ids, *args, **kwargs)
+        completion_ids, logprobs = self._generate_completions(prompt_ids, *args, **kwargs)
         if not collection.calls.turn:
-            collection.first_answers = list(answers)
-        return answers, logprobs
+            collection.first_completions = list(completion_ids)
+        return completion_ids, logprobs
 
     def _check_room(self, prompt_ids: list[list[int]]) -> None:
         """
         Raise a `RuntimeError` on all processes if an environment's `reset` made a prompt so long that the policy's
-        context has no room for an answer. `prompt_ids` has each row's tokens.
+        context has no room for a completion. `prompt_ids` has each row's tokens.
         """
         if self.environments is None:
             return
@@ -130,7 +132,7 @@ class RolloutTrainer(GRPOTrainer):
         if not self._collection.calls.turn:
             self._errors.raise_everywhere(self.state.global_step)
 
-    def _generate_answers(
+    def _generate_completions(
         self, prompt_ids: list, *args: Any, **kwargs: Any
     ) -> tuple[list[list[int]], list[list[float]] | None]:
         """
@@ -146,12 +148,12 @@ class RolloutTrainer(GRPOTrainer):
             self._ahead.wait_for_all()  # TRL may send the server new weights
         with self.metrics.timed("generate"):
             if self.use_vllm:
-                # Of all processes' answers TRL gives each process as many as it has prompts, so all need equally many
+                # Of all completions TRL gives a process as many as it has prompts, so all processes need equally many
                 rows = len(prompt_ids)
                 prompt_ids = [*prompt_ids, *padding * (self._collection.most_rows - rows)]
-                answers = generate(prompt_ids, *args, **kwargs)
-                answers = answers if self._vllm_server is None else self._vllm_server.answered(answers)
-                return answers[0][:rows], answers[1] and answers[1][:rows]
+                generated = generate(prompt_ids, *args, **kwargs)
+                ids, logprobs = generated if self._vllm_server is None else self._vllm_server.answered(generated)
+                return ids[:rows], logprobs and logprobs[:rows]
             recorder = SamplerRecorder() if self._keeps_logprobs else None
             recording = {"sampler_recorder": recorder, "histories": self._collection.histories}
             longest = self._tokens_left(prompt_ids)
@@ -160,12 +162,12 @@ class RolloutTrainer(GRPOTrainer):
             with self._gathered_for_generation():
                 limited = temporarily(self.generation_config, max_new_tokens=longest)
                 with temporarily(self._actor_critic, **recording), limited:
-                    answers = [ids for chunk in chunks for ids in generate(chunk, *args, **kwargs)[0]]
+                    completion_ids = [ids for chunk in chunks for ids in generate(chunk, *args, **kwargs)[0]]
                 # Where processes generate together, each calls `generate` as often as the one with most rows
                 with temporarily(self.generation_config, max_new_tokens=1):
                     for _ in range(len(chunks), math.ceil(self._collection.most_rows / size)):
                         generate(padding, *args, **kwargs)
-            return answers, None if recorder is None else recorder.take(answers)
+            return completion_ids, None if recorder is None else recorder.take(completion_ids)
 
     def _tokens_left(self, prompt_ids: list[list[int]]) -> int:
         """
@@ -194,7 +196,7 @@ class RolloutTrainer(GRPOTrainer):
         output = super()._tool_call_loop(*args, **kwargs)
         while self._generates_together and self._agree_on_rows(0):  # other processes have more turns than this one
             with temporarily(self, max_completion_length=1):
-                self._generate_answers([[self._tokenizer.pad_token_id]], None, {}, 1)
+                self._generate_completions([[self._tokenizer.pad_token_id]], None, {}, 1)
         return output
 
     @property
@@ -263,21 +265,21 @@ class RolloutTrainer(GRPOTrainer):
 
     def _padded(self, collection: Collection) -> dict[str, Tensor]:
         """
-        Pad a collection's prompts on the left, to (B, P), and its answers on the right, to (B, T).
+        Pad a collection's prompts on the left, to (B, P), and its completions on the right, to (B, T).
 
         Return a dict with `prompt_ids`, `prompt_mask`, `completion_ids`, `completion_mask` and, if the collection has
         one, `tool_mask`, as [`Rollout`] describes them.
         """
         pad_id = self._tokenizer.pad_token_id
-        answers = collection.completion_ids
+        completion_ids = collection.completion_ids
         device = self.accelerator.device
         multiple = self.args.pad_to_multiple_of
         tensors = {}
         tensors["prompt_ids"], tensors["prompt_mask"] = padded(collection.prompt_ids, "left", device, pad_id, multiple)
-        tensors["completion_ids"], mask = padded(answers, "right", device, pad_id, multiple)
+        tensors["completion_ids"], mask = padded(completion_ids, "right", device, pad_id, multiple)
         if self.args.mask_truncated_completions:
             finished = [*self.eos_token_ids, pad_id]
-            mask *= torch.tensor([[ids[-1] in finished] for ids in answers], device=device)
+            mask *= torch.tensor([[ids[-1] in finished] for ids in completion_ids], device=device)
         tensors["completion_mask"] = mask
         if collection.tool_mask is not None:
             tensors["tool_mask"], _ = padded(collection.tool_mask, "right", device, 0, multiple)
@@ -285,7 +287,7 @@ class RolloutTrainer(GRPOTrainer):
 
     def _sampler_logprobs(self, collection: Collection) -> Tensor | None:
         """
-        Return the sampler's (B, T) log-probs of a `collection`'s answers, nats.
+        Return the sampler's (B, T) log-probs of a `collection`'s completions, nats.
 
         Return None if the log-prob of any token on any process is unknown. If training needs the log-probs, raise a
         `RuntimeError` instead.
@@ -302,10 +304,10 @@ class RolloutTrainer(GRPOTrainer):
             return logprobs
         if self.model.training and self.args.needs_sampler_logprobs:
             raise RuntimeError(
-                "The sampler's log-probs are missing, or do not belong to the answers' tokens, but "
+                "The sampler's log-probs are missing, or do not belong to the completions' tokens, but "
                 f"`importance_sampling_mode={self.args.importance_sampling_mode!r}` and "
                 f"`old_logprobs={self.args.old_logprobs!r}` need them. Return them from `rollout_func` as `logprobs`, "
-                "and change no answer after it was sampled; or set `importance_sampling_mode='none'` and "
+                "and change no completion after it was sampled; or set `importance_sampling_mode='none'` and "
                 "`old_logprobs='recompute'` to train without a correction."
             )
         return None

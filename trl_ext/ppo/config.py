@@ -42,7 +42,7 @@ REFUSED = {
         "a resumed run must continue with the prompts that it has not trained on": "ignore_data_skip",
         "PPO measures the KL from a reference that stays fixed": """
             ref_model_mixup_alpha ref_model_sync_steps sync_ref_model""",
-        "PPO has no labels, samples its prompts in a seeded order, and evaluates generated answers": """
+        "PPO has no labels, samples its prompts in a seeded order, and evaluates generated completions": """
             average_tokens_across_devices batch_eval_metrics dataloader_drop_last eval_accumulation_steps
             eval_do_concat_batches eval_use_gather_object label_names label_smoothing_factor length_column_name
             prediction_loss_only train_sampling_strategy""",
@@ -57,7 +57,7 @@ NEUTRAL_GENERATION_KWARGS = set(
     """cache_config cache_implementation detokenize max_cache_len max_time prefill_chunk_size seed skip_special_tokens
     use_cache""".split()
 )
-# … and these decide where an answer ends, or how many there are, which PPO must know
+# … and these decide where a completion ends, or how many there are, which PPO must know
 REFUSED_GENERATION_KWARGS = set(
     """compile_config disable_compile eos_token_id include_stop_str_in_output logprobs max_length max_new_tokens
     max_tokens n num_return_sequences prompt_logprobs stop stop_strings stop_token_ids""".split()
@@ -291,11 +291,11 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
     baseline: Literal["critic", "gated", "mean"] = setting(
         "gated",
         "What a return is compared with: the critic's value, the mean return, or both. `mean` is the mean return of "
-        "the other answers at the same token (as in REINFORCE), with `num_generations` above 1 only of answers to the "
-        "same prompt (as in RLOO); there is no critic. `gated` is a weighted mean of both. The critic's weight, in "
-        "[0, 1], is logged as `val/baseline_weight`. With this weight the returns of the last rollouts varied least "
-        "around the baseline, computed with values from before the critic was trained on them (compare EVPO, "
-        "2604.19485).",
+        "the other completions at the same token (as in REINFORCE), with `num_generations` above 1 only of those "
+        "of the same prompt (as in RLOO); there is no critic. `gated` is a weighted mean of both. The critic's "
+        "weight, in [0, 1], is logged as `val/baseline_weight`. With this weight the returns of the last rollouts "
+        "varied least around the baseline, computed with values from before the critic was trained on them (compare "
+        "EVPO, 2604.19485).",
     )
     normalize_advantages: bool = setting(
         True, "Give the advantages mean 0 and variance 1, over the real tokens of all processes."
@@ -485,7 +485,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
     @property
     def another_samples(self) -> bool:
         """
-        Return whether answers may be sampled from another distribution than that of the policy before the update.
+        Return whether completions may be sampled from another distribution than that of the policy before the update.
         """
         is_allowed = self.use_vllm or self.allow_off_policy_sampling
         return bool(is_allowed or self._changes_to_sampler)
@@ -514,7 +514,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
 
     @property
     def needs_sampler_logprobs(self) -> bool:
-        """Return whether training needs the log-probs under which the answers were sampled."""
+        """Return whether training needs the log-probs under which the completions were sampled."""
         return self.importance_correction != "none" or (self.old_logprobs == "sampler" and self.another_samples)
 
     @property

@@ -1,4 +1,4 @@
-"""Evaluate sampled answers to prompts, without changing the state of training."""
+"""Evaluate sampled completions of prompts, without changing the state of training."""
 
 import random
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ class EvaluationPass:
     Count the rows of one pass over an evaluation set, to leave out the copies that pad the last batch.
 
     Args:
-        total: number of rows to evaluate: the set's rows times the answers to each.
+        total: number of rows to evaluate: the set's rows times the completions of each.
         seen: number of rows of the batches so far, of all processes, copies included.
     """
 
@@ -42,7 +42,7 @@ class EvaluationPass:
 
 def sampling_seed(args: Any, process: int) -> int:
     """
-    Return the seed for sampling answers in the process with number `process`. `args` is the [`PPOConfig`].
+    Return the seed for sampling completions in the process with number `process`. `args` is the [`PPOConfig`].
 
     Processes that share a vLLM engine get the same seed.
     """

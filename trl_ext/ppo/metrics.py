@@ -227,7 +227,7 @@ class PPOMetrics:
         stats.add("policy/approxkl_avg", approx_kl(logprobs, batch["old_logprobs"]), mask)
         stats.add("policy/clipfrac_avg", policy[1].float(), actions)
         stats.add("policy/entropy_avg", entropies, mask)
-        stats.add("policy/entropy_std", *_answer_means(entropies, mask))
+        stats.add("policy/entropy_std", *_completion_means(entropies, mask))
         stats.add("loss/policy_avg", policy[0], actions)
         stats.add("val/ratio", log_ratio.exp(), actions)
 
@@ -241,7 +241,7 @@ class PPOMetrics:
             mask: (B, T), 1 = token that counts.
         """
         self.train.add("loss/value_avg", value[0], mask)
-        self.train.add("loss/value_std", *_answer_means(value[0], mask))
+        self.train.add("loss/value_std", *_completion_means(value[0], mask))
         self.train.add("val/clipfrac_avg", value[1].float(), mask)
 
     @torch.no_grad()
@@ -340,7 +340,7 @@ class PPOMetrics:
         self.episodes = self.episodes_at_start = state["episodes"]
 
 
-def _answer_means(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two (B,) tensors: the mean over each answer's real tokens, and whether the answer has any."""
+def _completion_means(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return two (B,) tensors: the mean over each completion's real tokens, and whether the completion has any."""
     lengths = mask.sum(1)
     return (values.detach() * mask).sum(1) / lengths.clamp(min=1), lengths > 0

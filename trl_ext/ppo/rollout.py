@@ -1,4 +1,4 @@
-"""Hold one rollout (answers, log-probs, values, scores), and cut it into micro-batches."""
+"""Hold one rollout (completions, log-probs, values, scores), and cut it into micro-batches."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -93,7 +93,7 @@ class Rollout:
 
     def importance_weights(self, args: PPOConfig) -> tuple[Tensor, Tensor] | None:
         """
-        Compute weights of the policy's loss that correct for answers sampled from another distribution.
+        Compute weights of the policy's loss that correct for completions sampled from another distribution.
 
         Returns:
             The weights, and a mask of the weights that a bound changed; both (B, T), or (B, 1) if

@@ -105,7 +105,7 @@ def score_rollouts(
 
 def mean_demonstration_score(trainer: Any) -> float:
     """
-    Return the mean weighted score of the demonstrations in a [`PPOTrainer`]'s training set: of the answers in its
+    Return the mean weighted score of the demonstrations in a [`PPOTrainer`]'s training set: of the completions in its
     column `completion`, each ended by EOS.
     """
     tokenizer = trainer._tokenizer
@@ -114,17 +114,17 @@ def mean_demonstration_score(trainer: Any) -> float:
     texts = [
         row["completion"] if isinstance(row["completion"], str) else row["completion"][-1]["content"] for row in rows
     ]
-    answers = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    completion_ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
     is_chat = is_conversational(rows[0])
     demonstrations = [
         {
             **row,
             "completion": [{"role": "assistant", "content": text}] if is_chat else text,
             "prompt_ids": asked,
-            "completion_ids": [*answer, tokenizer.eos_token_id],
+            "completion_ids": [*ids, tokenizer.eos_token_id],
             "finished": True,
         }
-        for row, text, asked, answer in zip(rows, texts, prompt_ids, answers, strict=True)
+        for row, text, asked, ids in zip(rows, texts, prompt_ids, completion_ids, strict=True)
     ]
     weights = trainer.reward_weights
     weighted = [function for function, weight in zip(trainer.reward_funcs, weights, strict=True) if weight != 0]

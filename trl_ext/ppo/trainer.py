@@ -126,8 +126,9 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         reward_funcs (`str`, model, callable, or list of them):
             As in TRL: sequence classifiers with one label (path or object), and functions or async functions
             `(prompts, completions, completion_ids, **columns) -> list[float | None]`. Besides the dataset's columns
-            they are given `prompt_ids`, the tokens of each prompt, and `finished`, whether the answer ended by EOS and
-            no tool call waits. In place of a row's float they may give a list with a float for each completion token.
+            they are given `prompt_ids`, the tokens of each prompt, and `finished`, whether the completion ended by EOS
+            and no tool call waits. In place of a row's float they may give a list with a float for each completion
+            token.
         args ([`PPOConfig`], *optional*):
             Configuration.
         train_dataset, eval_dataset ([`~datasets.Dataset`], the latter also a `dict` of them):
@@ -445,8 +446,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         """
         Generate one rollout of this process, B completions of up to T tokens, and compute its advantages.
 
-        prompts → answers, log-probs, values, scores → token rewards → advantages and returns → rows to train on. In an
-        evaluation, generate and score only, and add the rollout to the metrics.
+        prompts → completions, log-probs, values, scores → token rewards → advantages and returns → rows to train on.
+        In an evaluation, generate and score only, and add the rollout to the metrics.
         """
         args = self.args
         if self.model.training:
@@ -483,7 +484,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         `self.kl_controller.kl_coef` · `kl`. The last token also gets the rest of the completion's score.
 
         Args:
-            rollout: the answers and what models and reward functions computed for them.
+            rollout: the completions and what models and reward functions computed for them.
             scores: (B,), normalised and clipped; NaN for rows that are masked out.
             kl: (B, T), nats, by `kl_estimator`; 0 without a reference.
 
@@ -498,7 +499,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         another estimator.
 
         The default depends on the setting `baseline`. Let A be the GAE over the critic's values, G the return, and b
-        the leave-one-out mean: the mean return of the other answers.
+        the leave-one-out mean: the mean return of the other completions.
 
         - `critic`: A
         - `mean`: G − b
@@ -507,7 +508,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         The default first applies `whiten_rewards` to the rewards, and last `normalize_advantages` to the advantages.
 
         Args:
-            rollout: the answers and what models and reward functions computed for them.
+            rollout: the completions and what models and reward functions computed for them.
             rewards: (B, T), score units, as `token_rewards` returned them.
             values: (B, T), score units, the critic's `rollout.values`; 0 without a critic.
 
@@ -524,7 +525,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         advantages, returns = advantages_and_returns(rewards, values, mask, args.gamma, lam, lam_value, args.gae_level)
         if args.baseline != "critic":
             means, weight = self._mean_baselines(rewards, values, mask)
-            # λ below 1 would take the mean of other answers for a value of this one's states
+            # λ below 1 would take the mean of other completions for a value of this one's states
             over_means, _ = advantages_and_returns(rewards, means, mask, args.gamma, 1.0, level=args.gae_level)
             advantages = torch.lerp(over_means, advantages.to(over_means), weight)
         if args.normalize_advantages:
@@ -570,7 +571,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         must return the same names.
 
         Args:
-            rollout: the answers and what models and reward functions computed for them.
+            rollout: the completions and what models and reward functions computed for them.
             rewards: (B, T), score units, as `token_rewards` returned them.
             advantages, returns: (B, T), as `advantages` returned them.
 
@@ -909,7 +910,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ):
         """
-        Evaluate `num_generations_eval` sampled answers to each prompt.
+        Evaluate `num_generations_eval` sampled completions of each prompt.
 
         This does not change the state of training. The arguments and the output are transformers'.
         """
@@ -1202,8 +1203,8 @@ class _EpochSeeded(Sampler):
 
     def rollouts_of(self, epoch: int) -> list[int]:
         """
-        Return the dataset indices of an epoch, one for each answer of all processes, in the order in which rollouts
-        use them.
+        Return the dataset indices of an epoch, one for each completion of all processes, in the order in which
+        rollouts use them.
         """
         with temporarily(self.sampler, repeat_count=1):
             return list(self._rows_of(epoch))

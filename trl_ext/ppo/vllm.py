@@ -19,7 +19,7 @@ from ..runs.files import on_first
 from ..runs.saving import read_marker
 from ..upstream.names import temporarily
 
-Answers = tuple[list[list[int]], list[list[float]]]  # the tokens of each answer, and their log-probs
+Completions = tuple[list[list[int]], list[list[float]]]  # the tokens of each completion, and their log-probs
 
 _PATIENCE = 60.0  # seconds to wait for a server's configuration, which takes long while the server generates
 
@@ -54,9 +54,9 @@ def sampled_logprobs(
     Return the log-prob of each token that vLLM sampled.
 
     Args:
-        ids: the tokens of each answer.
-        logprobs: for each token of each answer a list that begins with the token's log-prob, nats; TRL returns None
-            for NaN.
+        ids: the tokens of each completion.
+        logprobs: for each token of each completion a list that begins with the token's log-prob, nats; TRL returns
+            None for NaN.
         of_tokens: the token ids of these log-probs, in lists of the same shape; None if vLLM does not return the ids.
 
     Returns:
@@ -75,9 +75,9 @@ def sampled_logprobs(
     for row, numbers in enumerate(sampled):
         if not all(number is not None and math.isfinite(number) for number in numbers):
             raise RuntimeError(
-                f"vLLM returned a log-prob of answer {row} that is not finite. Either training has diverged (lower "
-                "`step_kl_target`, or the learning rate if it is 0), or vLLM's dtype is too narrow for the model "
-                "(use bfloat16 or float32)."
+                f"vLLM returned a log-prob of completion {row} that is not finite. Either training has diverged "
+                "(lower `step_kl_target`, or the learning rate if it is 0), or vLLM's dtype is too narrow for the "
+                "model (use bfloat16 or float32)."
             )
     return sampled  # type: ignore[return-value]
 
@@ -118,15 +118,15 @@ class ServerGuard:
     """
     End the run on all processes when a vLLM server fails, or was restarted and so has its initial weights again.
 
-    It stands between TRL and TRL's vLLM client. If the server fails, a call returns no answers instead of raising, so
-    that all processes reach `answered`, which raises on all of them.
+    It stands between TRL and TRL's vLLM client. If the server fails, a call returns no completions instead of raising,
+    so that all processes reach `answered`, which raises on all of them.
 
     Args:
         trainer: a [`PPOTrainer`] that samples with a vLLM server.
     """
 
     def __init__(self, trainer: Any):
-        self._failure: Exception | None = None  # on the first process: why the rollout has no answers
+        self._failure: Exception | None = None  # on the first process: why the rollout has no completions
         if not trainer.accelerator.is_main_process:
             return
         from requests.adapters import HTTPAdapter  # vLLM requires it, so it is installed wherever this runs
@@ -141,10 +141,10 @@ class ServerGuard:
         client.update_named_params = self._guarded_update
         client.reset_prefix_cache = partial(self._ask, client.reset_prefix_cache)
 
-    def answered(self, answers: tuple) -> tuple:
-        """Return vLLM's answers unchanged; if a call to the server failed, raise [`ServerLost`] on all processes."""
-        if answers[0]:
-            return answers
+    def answered(self, completions: tuple) -> tuple:
+        """Return vLLM's `completions`; if a call to the server failed, raise [`ServerLost`] on all processes."""
+        if completions[0]:
+            return completions
         raise ServerLost(on_first(lambda: f"The vLLM server at {self._client.base_url} failed: {self._failure!r}."))
 
     def _guarded_generate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -203,7 +203,7 @@ class PendingRollout:
     version: int  # on how many rollouts the weights that generate this one have been trained
     prompts: list[list[int]]  # token ids
     output: Future = field(default_factory=Future)  # on the first process: the server's answer
-    answers: Answers | None = None  # on all processes, once they have arrived
+    completions: Completions | None = None  # on all processes, once they have arrived
 
 
 class RolloutsAhead:
@@ -215,8 +215,8 @@ class RolloutsAhead:
     delivers them. `take` checks that the Trainer delivers the same prompts. See docs/vllm.md.
 
     TRL's `generate` has collectives, so all processes must call it at the same time. So it is called twice for each
-    rollout. The first call starts a thread that sends the request, and returns empty answers. The second call returns
-    the answers once they have arrived.
+    rollout. The first call starts a thread that sends the request, and returns empty completions. The second call
+    returns the completions once they have arrived.
 
     Args:
         trainer: the [`PPOTrainer`] that trains on the rollouts.
@@ -226,10 +226,10 @@ class RolloutsAhead:
         self.trainer = trainer
         self.pending: dict[int, PendingRollout] = {}  # by the rollout's number, from 0
 
-    def take(self, prompt_ids: list[list[int]]) -> Answers:
+    def take(self, prompt_ids: list[list[int]]) -> Completions:
         """
-        Return each answer's tokens and log-probs of the current rollout, once they have arrived; before that, request
-        the next rollout.
+        Return each completion's tokens and log-probs of the current rollout, once they have arrived; before that,
+        request the next rollout.
 
         The next rollout is generated with the current weights. The first call requests the current one, too.
 
@@ -260,10 +260,10 @@ class RolloutsAhead:
                 f"rollout {number} was generated ahead for other prompts than the dataloader now returns", error
             )
         trainer._errors.raise_everywhere(trainer.state.global_step)
-        assert rollout.answers is not None
+        assert rollout.completions is not None
         lag = (number - rollout.version) * trainer.args.steps_per_rollout
         trainer.metrics.train.add("sampling/staleness", float(lag))
-        return rollout.answers
+        return rollout.completions
 
     def wait_for_all(self) -> None:
         """Wait for the answers of all requests that are still running."""
@@ -277,9 +277,9 @@ class RolloutsAhead:
                     trainer._errors.add("vLLM", error)
         trainer._errors.raise_everywhere(trainer.state.global_step)
         for rollout in rollouts:
-            if rollout.answers is None:
+            if rollout.completions is None:
                 _, ids, *sampled = self._generate(rollout, lambda *_, rollout=rollout, **__: rollout.output.result())
-                rollout.answers = ids, sampled_logprobs(ids, *sampled)
+                rollout.completions = ids, sampled_logprobs(ids, *sampled)
 
     def _generate(self, rollout: PendingRollout, answer: Callable[..., dict[str, Any]]) -> tuple:
         """
@@ -291,7 +291,7 @@ class RolloutsAhead:
         if self.trainer.accelerator.is_main_process:
             generate = partial(answer, vllm.vllm_client.generate)
             client = temporarily(vllm, vllm_client=SimpleNamespace(generate=generate))
-        with client:  # by its class: `check_logprobs` would refuse the first call's empty answers
+        with client:  # by its class: `check_logprobs` would refuse the first call's empty completions
             return type(vllm).generate(
                 vllm, prompts=rollout.prompts, images=None, num_generations=self.trainer.num_generations
             )
@@ -310,7 +310,7 @@ class RolloutsAhead:
 
 
 def _put_aside(rollout: PendingRollout, generate: Callable, **kwargs: Any) -> dict[str, Any]:
-    """Send the request of `rollout` by `generate` in a thread, and return empty answers at once."""
+    """Send the request of `rollout` by `generate` in a thread, and return empty completions at once."""
 
     def ask() -> None:
         try:

@@ -29,32 +29,33 @@ _REST = 10.0  # seconds until a Redis that did not answer is asked again
 
 class CachedReward(TellsFailures, HoldsRewards):
     """
-    Score each answer once, and return the stored score when the same answer comes again.
+    Score each completion once, and return the stored score when the same completion comes again.
 
     The key of a score is a hash of everything that the score depends on: prompt, completion and the values of
     `columns`; in Redis also the reward, see [`reward_identity`]. The reward gets no column that is not in the key, and
     neither `trainer_state` nor `log_extra`. None is not stored, nor is the score of a row on which the reward failed.
-    Do not cache a function whose score of one answer depends on the other answers of the batch.
+    Do not cache a function whose score of one completion depends on the other completions of the batch.
 
     Logs:
 
-    - `rewards/<name>/cache_hits`: share of answers that needed no scoring, because their score was stored or because
-      the same answer occurs earlier in the call
-    - `rewards/<name>/redis_hits`: with `redis_url`, share of answers whose score came from Redis; equal answers in one
-      call count once
+    - `rewards/<name>/cache_hits`: share of completions that needed no scoring, because their score was stored or
+      because the same completion occurs earlier in the call
+    - `rewards/<name>/redis_hits`: with `redis_url`, share of completions whose score came from Redis; equal
+      completions in one call count once
 
     Args:
-        reward: a reward function that scores each answer by itself.
+        reward: a reward function that scores each completion by itself.
         capacity: most scores in memory; when it is full, the least recently used one is dropped.
         columns: columns that the score depends on, besides prompt and completion; the reward gets no others. None: all
             that the trainer passes, `completion_ids` among them. Fewer columns give more hits: with `[]`, equal texts
-            share one score. With `["finished"]`, a cut-off and a finished answer with equal texts have two scores.
+            share one score. With `["finished"]`, a cut-off and a finished completion with equal texts have two scores.
         redis_url: `redis://[user@]host:port/db`, `rediss://…` with TLS, or `unix://…`, without a password. Options of
             redis-py's client go into the URL's query: `?ssl_ca_certs=ca.pem`. None: scores are stored in memory alone.
         redis_password_env: environment variable that holds Redis' password.
         ttl: seconds that Redis keeps a score.
         timeout: most seconds to wait for a connection to Redis, and for each of its answers. A Redis that does not
-            answer is asked again after ten seconds; until then, the reward scores the answers that are not in memory.
+            answer is asked again after ten seconds; until then, the reward scores the completions that are not in
+            memory.
         name: key in the logs; by default `cached_<name of the reward>`.
 
     Raises:

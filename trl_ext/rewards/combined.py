@@ -1,5 +1,5 @@
 """
-Combine reward functions: combine an ensemble's scores, or cap the score of answers that break a rule.
+Combine reward functions: combine an ensemble's scores, or cap the score of completions that break a rule.
 """
 
 import json
@@ -19,13 +19,13 @@ from .scores import log_to, of_rows, without_failures
 
 class EnsembleReward(TellsFailures, HoldsRewards):
     """
-    Score answers by several reward functions that measure the same thing, and log how much they disagree.
+    Score completions by several reward functions that measure the same thing, and log how much they disagree.
 
-    Logs `rewards/<name>/disagreement`, the standard deviation of the members' scores of an answer, averaged over the
-    answers. [`~trl_ext.callbacks.RewardDisagreementCallback`] alerts when it grows.
+    Logs `rewards/<name>/disagreement`, the standard deviation of the members' scores of a completion, averaged over
+    the completions. [`~trl_ext.callbacks.RewardDisagreementCallback`] alerts when it grows.
 
-    If any member scores a row None, the row's score is None, whatever `combine` is. Otherwise an answer could gain by
-    a failure: without the lowest score, the mean or minimum of the other scores is higher. For the same reason PPO
+    If any member scores a row None, the row's score is None, whatever `combine` is. Otherwise a completion could gain
+    by a failure: without the lowest score, the mean or minimum of the other scores is higher. For the same reason PPO
     does not train on the row, whatever other rewards give it, unless all members score it None. For members that judge
     different things, pass a list of rewards to the trainer. Members that wait for a server or other processes run at
     the same time, in threads.
@@ -39,7 +39,7 @@ class EnsembleReward(TellsFailures, HoldsRewards):
         max_disagreement: largest standard deviation of the members' scores of a row. A row above it scores None, and
             PPO does not train on it. The share of such rows is logged as `rewards/<name>/rejected`. None: no limit.
         normalize: standardise each member's scores, for members of different scales. Their means and standard
-            deviations are read from the recipe's folder, which measured them on held-out answers.
+            deviations are read from the recipe's folder, which measured them on held-out completions.
         on_error: what happens if a member fails, see [`~trl_ext.rewards.member.Member`]. `"skip"` leaves the row
             without a score.
         model_kwargs: arguments of [`ModelReward`] for the members given by folder or hub name, such as
@@ -140,33 +140,34 @@ def _loaded(members: Sequence[Callable | str], model_kwargs: dict[str, Any]) -> 
 
 class ConstitutionReward(TellsFailures, HoldsRewards):
     """
-    Cap the score of answers that break a principle.
+    Cap the score of completions that break a principle.
 
-    A principle is a reward function with a minimum. An answer breaks the principle if that function scores it below
-    the minimum. Each answer's score is what `reward` gives it; if the answer breaks a principle, the score is at most
-    `cap`, and is `cap` if `reward` does not apply. The `judge`, one more principle, is asked only about answers that
-    break none of `members`, which should be cheap rules.
+    A principle is a reward function with a minimum. A completion breaks the principle if that function scores it below
+    the minimum. Each completion's score is what `reward` gives it; if the completion breaks a principle, the score is
+    at most `cap`, and is `cap` if `reward` does not apply. The `judge`, one more principle, is asked only about
+    completions that break none of `members`, which should be cheap rules.
 
-    If a principle gives an answer no score, and the answer breaks no other principle, the answer scores None, and PPO
-    does not train on it, whatever other rewards give it. The same happens if `reward` fails on the answer and is
+    If a principle gives a completion no score, and the completion breaks no other principle, it scores None, and PPO
+    does not train on it, whatever other rewards give it. The same happens if `reward` fails on the completion and is
     skipped: the missing score might be below `cap`.
 
     Logs:
 
-    - `rewards/<name>/violations`: share of answers that break a principle
-    - `rewards/<name>/violations/<principle>`: share that break this principle, of the answers that it scored
-    - `rewards/<name>/unchecked`: share of answers that score None because a principle gave them no score
+    - `rewards/<name>/violations`: share of completions that break a principle
+    - `rewards/<name>/violations/<principle>`: share that break this principle, of the completions that it scored
+    - `rewards/<name>/unchecked`: share of completions that score None because a principle gave them no score
 
     Args:
         reward: the reward function whose scores are capped.
         members: the principles: reward functions such as [`PatternReward`].
-        cap: the highest score of an answer that breaks a principle. Choose one below what `reward` gives bad answers.
-        minimum: the lowest score of an answer that keeps a principle: one number for all `members`, or a list with
+        cap: the highest score of a completion that breaks a principle. Choose one below what `reward` gives bad
+            completions.
+        minimum: the lowest score of a completion that keeps a principle: one number for all `members`, or a list with
             one for each.
         judge: a reward function, one more principle, which is asked last.
-        judge_minimum: the lowest score that the judge gives an answer that keeps its principle.
-        on_error: what happens if a function fails: `"raise"` raises an error, `"skip"` leaves the answer without that
-            function's score.
+        judge_minimum: the lowest score that the judge gives a completion that keeps its principle.
+        on_error: what happens if a function fails: `"raise"` raises an error, `"skip"` leaves the completion without
+            that function's score.
         name: key in the logs; by default `constitution_<name of the reward>`.
 
     Examples:

@@ -1,4 +1,4 @@
-"""Have a language model behind an API judge answers."""
+"""Have a language model behind an API judge completions."""
 
 import hashlib
 import html
@@ -34,36 +34,36 @@ _VERDICT = re.compile(r"[*_`]*score[*_`]*\s*[:=][*_`\s]*(-?\d+(?:\.\d+)?)[*_`]*\
 
 class JudgeReward(ServedReward):
     """
-    Have a language model behind an OpenAI-compatible API (`POST …/chat/completions`) score answers by a rubric.
+    Have a language model behind an OpenAI-compatible API (`POST …/chat/completions`) score completions by a rubric.
 
-    Each answer is escaped and put between tags that contain a random number, a new one for each request. No text in
-    the answer can therefore close the tags or look like a chat template's token. The score is taken only from the
-    judge's message: the whole message, or its last line, must be `{"score": NUMBER}` or `Score: NUMBER`, within
-    `scale`. This does not stop an answer that persuades the judge to give a high score, see docs/security.md.
+    Each completion is escaped and put between tags that contain a random number, a new one for each request. No text
+    in the completion can therefore close the tags or look like a chat template's token. The score is taken only from
+    the judge's message: the whole message, or its last line, must be `{"score": NUMBER}` or `Score: NUMBER`, within
+    `scale`. This does not stop a completion that persuades the judge to give a high score, see docs/security.md.
 
     A row fails if the judge's message has no such score or was cut off at `max_tokens`. A row scores None, whatever
     `on_error` says, if the server stopped or withheld the message, as with `finish_reason: content_filter`; so no
-    answer can end a run by provoking the filter. In all these cases the judge is first asked again, up to
+    completion can end a run by provoking the filter. In all these cases the judge is first asked again, up to
     `parse_retries` times. A row also fails if a request fails after all its `retries`.
 
-    With `compare` the judge compares each answer with the text in that column twice, once in each order, and the score
-    is the mean of the two verdicts. A judge that always prefers the first answer thus gives the middle of the scale.
-    Rows with None in that column score None.
+    With `compare` the judge compares each completion with the text in that column twice, once in each order, and the
+    score is the mean of the two verdicts. A judge that always prefers the first completion thus gives the middle of
+    the scale. Rows with None in that column score None.
 
     Logs, under `rewards/<name>/`:
 
     - `failed`: share of rows that failed or were withheld; with `on_error="raise"` logged only if some were withheld
     - `latency`: mean seconds of a request
     - `retries`: how many requests of this call were sent again
-    - `position_bias`: with `compare`, how much the judge prefers the answer that it reads first: the mean verdict
+    - `position_bias`: with `compare`, how much the judge prefers the completion that it reads first: the mean verdict
       minus the middle of the scale, divided by the scale's width; from −0.5 to 0.5, and 0 without bias
 
     Args:
         url: address of the API up to its version, such as `http://127.0.0.1:8000/v1`.
         model: the judge's name in the API.
-        rubric: what makes an answer good, in words for the judge.
+        rubric: what makes a completion good, in words for the judge.
         scale: lowest and highest score.
-        compare: column with the answers of a reference or baseline; None scores each answer by itself.
+        compare: column with the completions of a reference or baseline; None scores each completion by itself.
         temperature: temperature of the judge.
         max_tokens: most tokens of the judge's message, its reasoning included.
         extra: more keys of the request's body, such as `response_format`. A key with None is left out, such as
@@ -78,8 +78,8 @@ class JudgeReward(ServedReward):
         >>> reward = JudgeReward(JUDGE, model="Qwen/Qwen3-8B", rubric="A good answer is short and polite.")
         >>> reward(prompts=["Tea?"], completions=["Yes, please."])
         [7.0]
-        >>> question, answer = {"role": "user", "content": "Tea?"}, {"role": "assistant", "content": "No, thanks."}
-        >>> reward(prompts=[[question]], completions=[[answer]])
+        >>> prompt, completion = {"role": "user", "content": "Tea?"}, {"role": "assistant", "content": "No, thanks."}
+        >>> reward(prompts=[[prompt]], completions=[[completion]])
         [7.0]
     """
 
@@ -111,7 +111,7 @@ class JudgeReward(ServedReward):
     @property
     def identity(self) -> str:
         """
-        Return a hash of everything that the scores depend on, including the prompt text around rubric and answer.
+        Return a hash of everything that the scores depend on, including the prompt text around rubric and completion.
 
         The server is identified only by its URL and `model`: new weights under the same model name are not noticed.
         """
@@ -130,19 +130,19 @@ class JudgeReward(ServedReward):
         call = Call(time.monotonic() + self.deadline)
         low, high = self.scale
         others = [None] * len(prompts) if self.compare is None else columns[self.compare]
-        biases: list[float] = []  # of each comparison, how far the first answer's verdict is above the middle
+        biases: list[float] = []  # of each comparison, how far the first completion's verdict is above the middle
 
         def score(row: tuple[Any, Any, Any]) -> float | None:
             prompt = conversation(row[0])
-            answers = [well_formed(text_of(answer)) for answer in row[1:] if answer is not None]
-            if error := self.too_long(prompt, *answers):
+            texts = [well_formed(text_of(completion)) for completion in row[1:] if completion is not None]
+            if error := self.too_long(prompt, *texts):
                 raise error
             if self.compare is None:
-                return self._verdict(prompt, answers, call)
-            if len(answers) == 1:
+                return self._verdict(prompt, texts, call)
+            if len(texts) == 1:
                 return None
-            first = self._verdict(prompt, answers, call)
-            second = self._verdict(prompt, answers[::-1], call)
+            first = self._verdict(prompt, texts, call)
+            second = self._verdict(prompt, texts[::-1], call)
             biases.append((first + second - low - high) / 2 / (high - low))
             return (first + low + high - second) / 2
 
@@ -152,8 +152,8 @@ class JudgeReward(ServedReward):
 
     def messages(self, prompt: str, answers: list[str]) -> list[dict[str, str]]:
         """
-        Return the two messages for the judge: first its rules, then `prompt` and the one or two `answers`, which are
-        escaped and stand between tags with a random number.
+        Return the two messages for the judge: first its rules, then `prompt` and the one or two completions `answers`,
+        which are escaped and stand between tags with a random number.
         """
         nonce = secrets.token_hex(8)
         low, high = self.scale
@@ -171,14 +171,14 @@ class JudgeReward(ServedReward):
         """
         return self.request(call, {"model": self.model, "messages": messages, **self.settings}, check=choice_in)
 
-    def _verdict(self, prompt: str, answers: list[str], call: Call) -> float:
+    def _verdict(self, prompt: str, texts: list[str], call: Call) -> float:
         for _ in range(self.parse_retries):
-            answer = self.completion(self.messages(prompt, answers), call)
+            answer = self.completion(self.messages(prompt, texts), call)
             try:
                 return score_in(answer, self.scale)
             except ServiceError:
                 call.retried.append(0.0)
-        return score_in(self.completion(self.messages(prompt, answers), call), self.scale)
+        return score_in(self.completion(self.messages(prompt, texts), call), self.scale)
 
 
 def score_in(answer: Any, scale: tuple[float, float]) -> float:

@@ -408,17 +408,19 @@ def well_formed(value: Any) -> Any:
 
 class PatternReward:
     r"""
-    Score 1.0 for an answer that has every required pattern and no forbidden one, else 0.0.
+    Score 1.0 for a completion that has every required pattern and no forbidden one, else 0.0.
 
-    Patterns have the syntax of the package `regex`, and are searched for anywhere in the answer's text. To demand a
-    format, write one required pattern for the whole answer: `(?s)\A<think>.+?</think>\s*<answer>.+?</answer>\s*\Z`
+    Patterns have the syntax of the package `regex`, and are searched for anywhere in the completion's text. To demand
+    a format, write one required pattern for the whole completion:
+    `(?s)\A<think>.+?</think>\s*<answer>.+?</answer>\s*\Z`
 
     Args:
         required: regular expressions that must each be found.
         forbidden: regular expressions that must not be found.
-        timeout: seconds of processor time that the search for one pattern in one answer may take.
-        on_error: what happens if a search takes longer. `"raise"` raises a `RuntimeError`; `"skip"` scores the answer
-            None, and the share of answers whose search took longer is logged as `rewards/<name>/failed`.
+        timeout: seconds of processor time that the search for one pattern in one completion may take.
+        on_error: what happens if a search takes longer. `"raise"` raises a `RuntimeError`; `"skip"` scores the
+            completion None, and the share of completions whose search took longer is logged as
+            `rewards/<name>/failed`.
         name: key in the logs; by default `required_pattern`, `forbidden_pattern` or `pattern` (both).
 
     Examples:
@@ -426,8 +428,8 @@ class PatternReward:
         >>> reward = PatternReward(required=[r"(?s)<think>.+?</think>"], forbidden=[r"(?i)as an AI"])
         >>> reward(prompts=["1 + 1?"] * 2, completions=["<think>Add.</think> 2", "As an AI, I cannot add."])
         [1.0, 0.0]
-        >>> question, answer = {"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}
-        >>> reward(prompts=[[question]], completions=[[answer]])
+        >>> prompt, completion = {"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}
+        >>> reward(prompts=[[prompt]], completions=[[completion]])
         [0.0]
     """
 

@@ -90,15 +90,15 @@ def batches(lengths: Sequence[int], max_tokens: int | None = None, max_rows: int
 
 class ModelReward:
     """
-    Score answers with a reward model, on the tokens that `trl.RewardTrainer` would train it on.
+    Score completions with a reward model, on the tokens that `trl.RewardTrainer` would train it on.
 
-    Prompt and answer are tokenised with the model's own tokenizer and chat template. An EOS token (in messages, the
-    template's end of turn) follows only if the answer is finished. If `policy_tokenizer` equals the model's tokenizer,
-    and the call gives `prompt_ids` and `completion_ids`, the model reads these tokens instead; in messages, a finished
-    answer is then followed by the tokens that the chat template puts after EOS.
+    Prompt and completion are tokenised with the model's own tokenizer and chat template. An EOS token (in messages,
+    the template's end of turn) follows only if the completion is finished. If `policy_tokenizer` equals the model's
+    tokenizer, and the call gives `prompt_ids` and `completion_ids`, the model reads these tokens instead; in messages,
+    a finished completion is then followed by the tokens that the chat template puts after EOS.
 
-    The column `finished`, which [`~trl_ext.PPOTrainer`] passes, says whether an answer is finished. Without this
-    column, an answer is finished if its last token is one of `eos_token_ids`. So with other trainers, set
+    The column `finished`, which [`~trl_ext.PPOTrainer`] passes, says whether a completion is finished. Without this
+    column, a completion is finished if its last token is one of `eos_token_ids`. So with other trainers, set
     `eos_token_ids` or `policy_tokenizer`.
 
     Args:
@@ -107,8 +107,8 @@ class ModelReward:
         tokenizer: the model's tokenizer, or its folder or hub name; None loads the one saved with the model. A model
             object needs one.
         policy_tokenizer: the tokenizer of `prompt_ids` and `completion_ids`, or the policy's folder or hub name.
-        eos_token_ids: the policy's tokens that end a finished answer. None: the EOS of `policy_tokenizer`, and if that
-            is a folder or hub name, also those of the policy's generation config.
+        eos_token_ids: the policy's tokens that end a finished completion. None: the EOS of `policy_tokenizer`, and if
+            that is a folder or hub name, also those of the policy's generation config.
         revision: revision of a model on the hub.
         dtype: dtype of the weights, such as `"bfloat16"`; None keeps the saved one.
         load_in_8bit: quantise the weights as they are loaded (bitsandbytes).
@@ -117,8 +117,8 @@ class ModelReward:
             are batched together.
         batch_size: most rows in one forward pass; None: no limit. If weights are sharded over processes, set this
             limit and `max_batch_tokens=None`, since all processes must run the same number of forward passes.
-        max_length: most tokens of a row, prompt and answer together. It is never more than the model's context, which
-            is the default.
+        max_length: most tokens of a row, prompt and completion together. It is never more than the model's context,
+            which is the default.
         truncation: what happens to a row longer than `max_length`. `"refuse"` raises a `ValueError`. `"left"` cuts off
             the beginning of the prompt, but not a special token at its start, and logs the share of rows cut as
             `rewards/<name>/truncated`.
@@ -135,8 +135,8 @@ class ModelReward:
         >>> from trl_ext.rewards import ModelReward
         >>> reward = ModelReward(MODEL)  # a folder of `recipes/reward.py`, or a hub name
         >>> scores = reward(prompts=["a b", "c"], completions=["d", "e f"], finished=[True, False])
-        >>> question, answer = {"role": "user", "content": "a b"}, {"role": "assistant", "content": "d"}
-        >>> scores += reward(prompts=[[question]], completions=[[answer]], finished=[True])
+        >>> prompt, completion = {"role": "user", "content": "a b"}, {"role": "assistant", "content": "d"}
+        >>> scores += reward(prompts=[[prompt]], completions=[[completion]], finished=[True])
         >>> [type(score).__name__ for score in scores]
         ['float', 'float', 'float']
     """
@@ -234,7 +234,7 @@ class ModelReward:
                 weights.append(path_identity(base.base_model_name_or_path, base.revision))
         dtype = next(self.model.parameters()).dtype
         settings = [self.load_in_8bit, self.max_length, self.truncation, sorted(self.chat_template_kwargs.items())]
-        settings += [self.eos_token_ids, self.shares_tokenizer]  # which tokens of an answer are read
+        settings += [self.eos_token_ids, self.shares_tokenizer]  # which tokens of a completion are read
         return " ".join(map(str, [*weights, tokenizer_identity(self.tokenizer), dtype, *settings]))
 
     def __call__(
@@ -254,12 +254,12 @@ class ModelReward:
             prompts, completions: texts or messages.
             completion_ids: the policy's tokens of each completion, EOS included; None if they are not known.
             prompt_ids: the policy's tokens of each prompt; None if they are not known.
-            finished: whether each answer is finished; if None, `completion_ids` and `eos_token_ids` tell.
+            finished: whether each completion is finished; if None, `completion_ids` and `eos_token_ids` tell.
             log_metric: TRL's function that logs a metric; None logs nothing.
 
         Raises:
-            ValueError: it is not known which answers are finished, or `truncation` is `"refuse"` and a row is longer
-                than `max_length`.
+            ValueError: it is not known which completions are finished, or `truncation` is `"refuse"` and a row is
+                longer than `max_length`.
         """
         if finished is None:
             if self.eos_token_ids is None or completion_ids is None:
@@ -285,7 +285,7 @@ class ModelReward:
         """Return each row's token ids, as the model reads them; `ended` says which completions are finished."""
         has_ids = prompt_ids is not None and completion_ids is not None and self.policy_tokenizer is not None
         if has_ids and self.shares_tokenizer:
-            rows = [[*prompt, *answer] for prompt, answer in zip(prompt_ids, completion_ids, strict=True)]
+            rows = [[*prompt, *completion] for prompt, completion in zip(prompt_ids, completion_ids, strict=True)]
             # A policy with a larger embedding may sample an id that is no token; decoded to text, the id would vanish
             rows = [[i for i in row if i < len(self.tokenizer)] for row in rows]
             if is_conversational({"prompt": prompts[0]}):

@@ -17,8 +17,8 @@ PATHS = {"trl-ext": "/score", "vllm-classify": "/classify", "vllm-score": "/scor
 
 class Row(NamedTuple):
     """
-    Hold a prompt, its answer, whether the answer is `finished` (None: unknown), and the `text` in which a classifier
-    reads both. `is_templated` says whether a chat template made that text.
+    Hold a prompt, its completion, whether the completion is `finished` (None: unknown), and the `text` in which a
+    classifier reads both. `is_templated` says whether a chat template made that text.
     """
 
     prompt: Any
@@ -34,7 +34,7 @@ class ChangedError(RewardFailed):
 
 class RemoteReward(ServedReward):
     """
-    Have a server score answers; several requests run at once, each with a batch of answers.
+    Have a server score completions; several requests run at once, each with a batch of completions.
 
     A row fails if its request fails after all retries, or if its score is not a finite number; other rows keep their
     scores. If the server refuses a batch, the batch is halved until the refused row is alone.
@@ -45,9 +45,9 @@ class RemoteReward(ServedReward):
     - `latency`: mean seconds of a request
     - `retries`: how many requests of this call were sent again
 
-    The column `finished`, which [`~trl_ext.PPOTrainer`] passes, says whether an answer is finished. Without the column
-    an answer is finished if its last token is one of `eos_token_ids`. The column or `eos_token_ids` is needed with
-    `tokenizer`, and if `trl-ext serve-reward` serves a reward model.
+    The column `finished`, which [`~trl_ext.PPOTrainer`] passes, says whether a completion is finished. Without the
+    column a completion is finished if its last token is one of `eos_token_ids`. The column or `eos_token_ids` is
+    needed with `tokenizer`, and if `trl-ext serve-reward` serves a reward model.
 
     A score is the model's logit, or with `logits=False` its sigmoid or softmax. `trl-ext serve-reward` returns what
     its reward function returns.
@@ -65,9 +65,9 @@ class RemoteReward(ServedReward):
         label: index of the class whose number is the score, for `"vllm-classify"` if the model has several classes.
         logits: False asks for the server's sigmoid or softmax of the logits. Not for `"trl-ext"`.
         tokenizer: folder or hub name of the model's tokenizer, for `"vllm-classify"`. Its chat template turns messages
-            into text, and its EOS token is put after finished answers. None: messages are refused, and no EOS is
+            into text, and its EOS token is put after finished completions. None: messages are refused, and no EOS is
             added.
-        eos_token_ids: the policy's tokens that end a finished answer.
+        eos_token_ids: the policy's tokens that end a finished completion.
         batch_size: most rows in one request.
         name: key in the logs. The default is the last part of `model`, or the server's name and port.
         timeout, deadline, retries, max_concurrency, max_characters, api_key_env, on_error: see
@@ -78,8 +78,8 @@ class RemoteReward(ServedReward):
         >>> reward = RemoteReward(SERVER, on_error="skip")  # `trl-ext serve-reward outputs/reward` runs there
         >>> reward(prompts=["Tea?"] * 2, completions=["Yes, please.", "No."])
         [2.0, 1.0]
-        >>> question, answer = {"role": "user", "content": "Tea?"}, {"role": "assistant", "content": "A large pot."}
-        >>> reward(prompts=[[question]], completions=[[answer]])
+        >>> prompt, completion = {"role": "user", "content": "Tea?"}, {"role": "assistant", "content": "A large pot."}
+        >>> reward(prompts=[[prompt]], completions=[[completion]])
         [3.0]
     """
 

@@ -83,11 +83,11 @@ class CompletionLog:
             begin, end, written = CompletionLog._newest.get(path, (0, -1, []))
             same = defaultdict(list)
             for row in written if end == size else []:  # else something else has written since
-                same[_answer(row)].append(row)
+                same[_completion_key(row)].append(row)
             new = []
             for prompt, completion, named in zip(prompts, completions, scores, strict=True):
                 row = {**head, "prompt": text_of(prompt), "completion": recorded(completion), "scores": named}
-                if old := same[_answer(row)]:
+                if old := same[_completion_key(row)]:
                     first = old.pop(0)["scores"]
                     first |= named | first
                 else:
@@ -103,7 +103,7 @@ class CompletionLog:
         return {**vars(self), "_writers": {}}  # open files do not pickle
 
 
-def _answer(row: dict[str, Any]) -> tuple[Any, str, str]:
+def _completion_key(row: dict[str, Any]) -> tuple[Any, str, str]:
     return row["step"], row["prompt"], str(row["completion"])
 
 
@@ -119,11 +119,11 @@ class GoldJudgeReward(HoldsRewards, CompletionLog):
     """
     Score evaluation rows, and no others, by a judge that training must not use (the gold judge).
 
-    TRL generates the answers, and the trainer logs:
+    TRL generates the completions, and the trainer logs:
 
     - `eval_rewards/gold_judge/mean` and `eval_rewards/gold_judge/std`
-    - `eval_gold/win_rate`, from the second evaluation on: the share of answers that score higher than the first
-      evaluation's answer to the same prompt; a tie counts one half
+    - `eval_gold/win_rate`, from the second evaluation on: the share of completions that score higher than the first
+      evaluation's completion of the same prompt; a tie counts one half
     - `eval_gold/tie_rate`, the share of ties
 
     Set `eval_on_start=True` so that the first evaluation measures the policy before training, the start policy.
@@ -132,8 +132,8 @@ class GoldJudgeReward(HoldsRewards, CompletionLog):
         judge: a reward function, async or not. It gets only the rows to score, with their columns.
         column: a true value in this column marks a row to score. Only the evaluation set should have the column:
             `eval_dataset.add_column("held_out", [True] * len(eval_dataset))`
-        folder: see [`CompletionLog`]. The start policy's answers and scores are also written there, so that a resumed
-            run compares with them, too.
+        folder: see [`CompletionLog`]. The start policy's completions and scores are also written there, so that a
+            resumed run compares with them, too.
         score: score of the rows that are not marked, see [`CompletionLog`].
 
     Examples:
@@ -153,7 +153,7 @@ class GoldJudgeReward(HoldsRewards, CompletionLog):
         self.column = column
         self._run = time.time()
         self._start_step: int | None = None
-        self._start: dict[str, list[float]] = {}  # prompt → scores of the start policy's answers
+        self._start: dict[str, list[float]] = {}  # prompt → scores of the start policy's completions
 
     def __call__(
         self, prompts: list, completions: list, log_metric: Any = None, trainer_state: Any = None, **kwargs: Any
@@ -171,14 +171,14 @@ class GoldJudgeReward(HoldsRewards, CompletionLog):
         if self._start_step is None:
             self._start_step = step if step == 0 else self._read_start(trainer_state, step)
         wins: list[float] = []
-        for prompt, answer, score in zip(given["prompts"], given["completions"], judged, strict=True):
+        for prompt, completion, score in zip(given["prompts"], given["completions"], judged, strict=True):
             key = json.dumps(prompt, ensure_ascii=False, default=str)
             if score is None:
                 continue
             if step == self._start_step:
                 self._start.setdefault(key, []).append(score)
                 row = {"run": self._run, "processes": PartialState().num_processes, "step": step, "prompt": key}
-                rows_of_start = [{**row, "completion": text_of(answer), "score": score}]
+                rows_of_start = [{**row, "completion": text_of(completion), "score": score}]
                 self.write("gold_start", rows_of_start, trainer_state)
             else:
                 for old in self._start.get(key, []):

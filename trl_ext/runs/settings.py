@@ -130,13 +130,13 @@ class SavingSettings:
 
 @dataclass
 class AnswersSettings:
-    """Add `record_answers` to configurations of trainers that generate no answers by themselves."""
+    """Add `record_answers` to configurations of trainers that generate no completions by themselves."""
 
     record_answers: int = setting(
         0,
         "Number of prompts to answer before training, at each evaluation and at the end, for the run's page. They "
-        "are the first prompts of the evaluation rows, or of the training rows if there are none. Answers are greedy "
-        "and have at most 128 tokens.",
+        "are the first prompts of the evaluation rows, or of the training rows if there are none. Completions are "
+        "greedy and have at most 128 tokens.",
         range=">= 0 prompts",
         only_with=("record_run", True),
     )
@@ -223,7 +223,7 @@ def refuse(*cases: tuple[Any, str]) -> None:
 
 
 def check_score_settings(config: Any) -> None:
-    """Raise a `ValueError` if the settings of scores, or those of answers without EOS, contradict each other."""
+    """Raise a `ValueError` if the settings of scores, or those of completions without EOS, contradict each other."""
     score = config.missing_eos_score
     penalty = config.missing_eos_penalty
     bounds = config.reward_clip_range

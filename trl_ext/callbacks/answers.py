@@ -105,7 +105,7 @@ class AnswersCallback(TrainerCallback):
             self.on_evaluate(args, state, control)
 
     def on_evaluate(self, args, state, control, **kwargs):
-        if self._step == state.global_step:
+        if self._step == state.global_step:  # the end of training, just after an evaluation
             return
         self._step = state.global_step
         given = generate_completions(self.trainer, self.prompts, max_new_tokens=128)
@@ -228,10 +228,7 @@ class GoldGapCallback(MonitorCallback):
             yield Finding("completions lose against those of the start policy", advice, *found[:2], 0.5)
 
     def _judge(self) -> tuple[dict[str, float], int | None]:
-        """
-        Generate and score completions. Return the metrics by name, and the number of scores; if the judge fails, {}
-        and None.
-        """
+        """Generate and score completions; return metrics by name and the number of scores, ({}, None) on failure."""
         columns = self._rows | generate_completions(self.trainer, self._prompts, self.max_new_tokens)
         try:
             metrics, scores = on_first(self._scores, columns)
@@ -239,7 +236,7 @@ class GoldGapCallback(MonitorCallback):
             self._note("the judge failed", f"{error!r}. Training continues; the next evaluation asks the judge again.")
             return {}, None
         self.memory.setdefault("start_scores", scores)
-        self.trainer.log(dict(metrics))
+        self.trainer.log(dict(metrics))  # a copy, since `log` adds the epoch
         return metrics, sum(score is not None for score in scores)
 
     def _scores(self, columns: dict[str, list]) -> tuple[dict[str, float], list[float | None]]:
@@ -315,14 +312,11 @@ class CanaryCallback(MonitorCallback):
         self._handle(found, state, control)
 
     def _compare(self, now: dict[str, float]) -> Iterator[Finding]:
-        """
-        Compare `now`, what `_measure` returned for the newest completions, with the first completions' numbers. Yield
-        a finding for each number that changed too much.
-        """
+        """Yield a finding for each number in `now`, from `_measure`, that differs too much from the first ones."""
         first = self.memory.setdefault("first", now)
         advice = "Compare the last completions in `canary.jsonl` with the first ones there."
         length = now["length"]
-        start = max(first["length"], 1.0)
+        start = max(first["length"], 1.0)  # not 0, which no factor raises
         bound = start * self.length_factor if length > start else start / self.length_factor
         if length > max(start, bound) or length < min(start, bound):
             yield Finding("the canary's completions changed in length", advice, length, bound, start)

@@ -150,10 +150,7 @@ class ConsoleCallback(ProgressCallback):
             self._write(f"log    {', '.join(own)}")
 
     def _row(self, kind: str, state: Any, values: dict[str, float]) -> None:
-        """
-        Write a row that begins with `kind`, such as `train`, and has `values`, numbers by heading; write no empty row.
-        A new header comes first if the headings have changed, or after 20 rows. `train` updates the progress bar, too.
-        """
+        """Write a row of `values`, numbers by heading, that begins with `kind`, such as `train`; no empty row."""
         if not values:
             return
         self._columns |= values.keys()
@@ -181,15 +178,12 @@ class ConsoleCallback(ProgressCallback):
             bar.clear()
 
     def _show_alert(self, record: logging.LogRecord) -> bool:
-        """
-        Print an alert's `record`, and return False, so that it is not logged. If the script has a log handler, only
-        return True, so that the handler gets the record.
-        """
+        """Print an alert's `record`, unless the script has a log handler: a filter that returns whether to log it."""
         if _alerts.hasHandlers():
-            self._clear()
+            self._clear()  # else the handler would write into a bar
             return True
         self._write(f"{getattr(record, 'alert_level', 'notice'):6} {record.getMessage()}", sys.stderr)
-        return False
+        return False  # Python would log it to stderr a second time
 
 
 def _bar(args: Any, **kwargs: Any) -> tqdm:

@@ -86,6 +86,7 @@ class HackWatch(MonitorCallback):
         if table and table["prompt"] and (state.global_step - 1) % rollout_steps(args) == 0:
             weights = self.trainer.reward_weights.numpy(force=True)[:, None]
             self.step = state.global_step
+            # A completion that only functions of weight 0 score, such as a gold judge, has no score
             scores = np.where(weights, np.array([*table["rewards"].values()], float), np.nan)
             total = np.nansum(scores * weights, 0)
             scores = np.where(np.isnan(scores).all(0), np.nan, total)
@@ -144,6 +145,7 @@ class HackWatch(MonitorCallback):
                 self._note(what, f"{words}.")
             curve = self.memory.setdefault("curves", {}).setdefault(each.name, [[0, each.first]])
             curve.append([self.step, each.now])
+            # Completions with most of what is paid for; of equals, those that score highest
             ordered = sorted(completions, key=lambda row: (each.effect * row[0].get(each.name, 0), row[2]))
             best = ordered[:-3:-1]
             examples = [{"completion": text[:_LETTERS], "score": score} for _, text, score in best]

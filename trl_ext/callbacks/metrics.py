@@ -97,7 +97,6 @@ def completions_in_log(args: Any, logging_steps: int) -> float | None:
     counts once. If only a critic is trained, each row of the data counts.
 
     Args:
-        args: the trainer's arguments.
         logging_steps: optimizer steps from one log to the next.
     """
     if completions := getattr(args, "generation_batch_size", None):
@@ -168,7 +167,6 @@ def draw_line(axes, history, key: str | None, label: str, **style) -> None:
         axes: the matplotlib plot to draw on.
         history: the logs, `trainer.state.log_history`.
         key: the metric's name; None draws nothing.
-        label: text for the legend.
         **style: arguments of `axes.plot`.
     """
     steps, values = curve(history, key)
@@ -177,11 +175,12 @@ def draw_line(axes, history, key: str | None, label: str, **style) -> None:
         axes.plot(steps, values, label=as_label(label), **{**dots, **style})
 
 
-def _panel(lines: dict[str, str], monitor: str = "", *arguments: str) -> Callable:
-    """
-    Return a function `draw(axes, history, metrics, registry)`. It draws `lines` (quantity or log key → label), and a
-    horizontal line at the value of each of the `arguments` of the monitor with the class name `monitor`.
-    """
+def _panel(
+    lines: dict[str, str],  # quantity or log key → label
+    monitor: str = "",  # class name of a monitor, whose `arguments` are drawn as horizontal lines
+    *arguments: str,
+) -> Callable:
+    """Return the function `draw(axes, history, metrics, registry)` of a panel."""
 
     def draw(axes, history, metrics, registry) -> None:
         for name, label in lines.items():

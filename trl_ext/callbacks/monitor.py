@@ -346,12 +346,9 @@ class MonitorCallback(TrainerCallback):
         return None
 
     def _note(self, what: str, advice: str) -> list[Finding]:
-        """
-        Queue a notice, which is sent with the next findings; return []. `what` says what was found, `advice` what to
-        do about it.
-        """
+        """Queue a notice of `what` was found, with `advice` on what to do; it is sent with the next findings."""
         self._notes.append(Finding(what, advice, acts=False, level="notice"))
-        return []
+        return []  # for a caller that has no finding to send
 
     def read_kl(self, optional: bool = False) -> float | None:
         """
@@ -485,7 +482,7 @@ class MonitorCallback(TrainerCallback):
                 control.should_evaluate = False
             if self._args.should_save:
                 write_stop(self._args.output_dir, type(self).__name__, self.step, what)
-        if action in ("save", "stop"):
+        if action in ("save", "stop"):  # after `forbid_saving`; another monitor may have forbidden it, too
             control.should_save = self._owes_save = not saving_forbidden(state)
 
     def _send(self, alert: Alert, state: Any) -> None:

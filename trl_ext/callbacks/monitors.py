@@ -489,10 +489,11 @@ class RewardDriftCallback(MonitorCallback):
         if count < min(self.minimum, self.window) or not squares:
             return
         sigma = math.sqrt(squares / (count - 1))
-        independent = count / (getattr(self._args, "num_generations", None) or 1)
+        independent = count / (getattr(self._args, "num_generations", None) or 1)  # those of a prompt may be alike
 
         def bound(sigmas: float) -> dict[str, float]:
             """Return arguments of `Series.above`: `plus`, start + sigmas · σ, and its standard error, `error`."""
+            # Of start + k σ: σ²/n for the mean, and k² σ²/2n for the standard deviation
             return {"plus": start + sigmas * sigma, "error": sigma * math.sqrt((1 + sigmas**2 / 2) / independent)}
 
         if risen := means.above(**bound(self.sigmas)):
@@ -510,7 +511,7 @@ class RewardDriftCallback(MonitorCallback):
         least = self.std * sigma
         noise: dict[str, Any] = {}
         if completions is not None:
-            noise = {"error": std / math.sqrt(2 * completions), "dof": completions}
+            noise = {"error": std / math.sqrt(2 * completions), "dof": completions}  # if scores are normal
         spread = self.follow("reward_std", std, **noise)
         if low := spread.below(plus=least, error=least / math.sqrt(2 * independent)):
             advice = (

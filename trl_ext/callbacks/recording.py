@@ -183,6 +183,7 @@ class PrometheusCallback(TrainerCallback):
         from prometheus_client import CollectorRegistry, Counter, Gauge
 
         self.registry = CollectorRegistry()
+        # Cached, since a registry refuses a second gauge of the same name
         self._gauge = cache(lambda name, unit: Gauge(f"trl_ext_{name}", unit, registry=self.registry))
         self._logs = Gauge("trl_ext_log", "Every number that is logged", ["key"], registry=self.registry)
         self._alerts = Counter("trl_ext_alerts", "Alerts of the monitors", ["monitor"], registry=self.registry)

@@ -145,6 +145,7 @@ class Series:
             if gap <= 0:
                 continue
             now, then, dof = self._errors(number, mean)
+            # Half of ALPHA is spent over the looks and their means; the bound's error, which all share, has the rest
             margin = now * student_quantile(spent_level(looks, ALPHA / 2) / DOUBLINGS, dof)
             if factor or error:
                 margin += math.hypot(error, factor * then if factor else 0.0) * student_quantile(ALPHA / 2, dof)
@@ -153,10 +154,7 @@ class Series:
         return None
 
     def _errors(self, number: int, mean: float) -> tuple[float, float, float]:
-        """
-        Return three numbers: the standard error of `mean`, the mean of the last `number` values; the standard error of
-        the baseline; and the degrees of freedom of both.
-        """
+        """Return the standard errors of `mean`, of the last `number` values, and of the baseline; and their dof."""
         memory = self.memory
         wanted = max(self.wanted, 1)
         _, steps, variances, completions = zip(*memory["last"][-number:], strict=True)

@@ -184,7 +184,7 @@ def _launch(name: str, launch_flags: list[str], flags: list[str]) -> int:
 
     parser = launch_command_parser()
     script = str(Path(trl_ext.__file__).with_name("__main__.py"))
-    parser.exit_on_error = False
+    parser.exit_on_error = False  # `start` prints the error
     if "--multi_gpu" in launch_flags and not torch.accelerator.is_available():
         os.environ["ACCELERATE_USE_CPU"] = "true"  # else each process would take itself for the only one
     # accelerate lists the defaults that it takes, which tells a user nothing
@@ -208,7 +208,7 @@ def _launch(name: str, launch_flags: list[str], flags: list[str]) -> int:
 
 
 def _pass_on(number: int, frame: Any) -> None:
-    """Pass a signal on to the training process; raise a `KeyboardInterrupt` if it has not been started yet."""
+    """Pass a signal on to the training process."""
     import psutil
 
     children = psutil.Process().children()

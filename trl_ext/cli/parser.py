@@ -116,10 +116,7 @@ class StrictTrlParser(TrlParser):
         sys.exit(2)
 
     def _flags(self, path: str) -> list[str]:
-        """
-        Return a YAML file's scalars as flags. Make its lists, mappings and nulls the defaults of their fields, and set
-        the environment variables under `env:`.
-        """
+        """Return a YAML file's scalars as flags; make its other values defaults; set the variables under `env:`."""
         with open(config_file("--config", path), encoding="utf-8") as file:
             loader = _Loader(file)
             root = loader.get_single_node()

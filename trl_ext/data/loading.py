@@ -70,7 +70,6 @@ def held_out_rows(
     """Return the rows to train on, and the rows to evaluate on (None without evaluation).
 
     Args:
-        train: the training split.
         load_held_out: loads the held-out split; called only if `eval_size` is None.
         eval_size: number of rows to take from the training split for evaluation, by [`hold_out_prompts`]. 0: no
             evaluation. None: evaluate on the held-out split.
@@ -117,7 +116,6 @@ def split_groups(
         shares: maps the name of each split to its share of the rows, above 0; the shares sum to 1.
         strata: (N,) value of each row, such as its topic; all splits should have the same mix of values. Each row of a
             group counts with the value of the group's first row.
-        seed: seed of the random order.
 
     Returns:
         (N,) the name of each row's split.
@@ -147,7 +145,6 @@ def hold_out_prompts(dataset: Dataset, eval_size: int, seed: int) -> tuple[Datas
         dataset: rows as a trainer reads them, see [`prompt_groups`]. If all rows have the same prompt, single rows are
             held out.
         eval_size: most rows to hold out; 0 for none. There are more only if each prompt has more rows than this.
-        seed: seed of the random order.
 
     Returns:
         The rows to train on, and the rows to evaluate on (None if `eval_size` is 0).
@@ -172,6 +169,7 @@ def hold_out_prompts(dataset: Dataset, eval_size: int, seed: int) -> tuple[Datas
             count = count + sizes[prompt]
     if not count:
         is_held[order[np.argmin(sizes[order])]] = True
+    # In the prompts' random order, as `train_test_split` leaves rows
     rows = np.argsort(np.argsort(order)[groups], kind="stable")
     held = is_held[groups[rows]]
     if is_one:
@@ -202,6 +200,7 @@ def prompt_groups(dataset: Dataset) -> np.ndarray:
             keys[unknown] = np.array([xxhash.xxh3_64_intdigest(text) for text in texts], np.uint64)[:, None]
     _, numbers = np.unique(keys, return_inverse=True)
     one, other = numbers.reshape(keys.shape).T
+    # Rows that share a key belong together, and so do rows that a third row links
     size = numbers.max(initial=-1) + 1
     graph = coo_array((np.ones(len(one)), (one, other)), (size, size))
     _, components = connected_components(graph)

@@ -74,8 +74,6 @@ class PairCollator:
     The columns `score_chosen` and `score_rejected` are added as one, `margin`, their difference.
 
     Args:
-        collator: TRL's collator.
-        columns: dataset columns to read.
         sources: maps the name of a source to its index in the list of sources; an unknown source becomes −1.
     """
 

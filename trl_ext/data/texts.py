@@ -111,7 +111,6 @@ def check_texts(dataset: "Dataset", columns: Sequence[str], name: str, may_be_em
 
     Args:
         dataset: rows with these columns. A column named `messages` must hold messages.
-        columns: names of the columns to check.
         name: name of the dataset for error messages.
         may_be_empty: False refuses a row whose text is "".
     """

@@ -162,19 +162,21 @@ class Sums:
         self.count = self.count + len(x)
         self.groups = self.groups + len(size)
 
-    def _track(self, shares: Counter[str], rows: int) -> None:
-        """
-        Choose the phrases to track: those whose share of completions has changed most since the first rollouts.
-        `shares` counts this rollout's completions with each phrase, `rows` all its completions.
-        """
+    def _track(
+        self,
+        shares: Counter[str],  # this rollout's completions with each phrase
+        rows: int,  # all of this rollout's completions
+    ) -> None:
+        """Track the phrases whose share of completions has changed most since the first rollouts."""
         frequent = (name for name, times in shares.most_common() if times >= max(3, rows / 20))
         names = list(dict.fromkeys([*self.names, *frequent]))
         start = self.start(names)
         new = len(names) - len(self.names)
+        # Before a phrase is tracked, its share counts as unchanged
         now = np.append(self.now, start[len(self.names) :] * self.newest[0])
         counts = [shares[name] for name in names]
         moved = np.abs((now + counts) / (self.newest[0] + rows) - start)
-        moved[: 1 + len(FIXED)] = np.inf
+        moved[: 1 + len(FIXED)] = np.inf  # always tracked
         kept = np.sort(np.argsort(-moved, kind="stable")[:_TRACKED])
         self.names = [names[at] for at in kept]
         self.now = now[kept]
@@ -188,7 +190,6 @@ class Paid:
     Describe how much one feature contributes to the rise of the score.
 
     Args:
-        name: the feature.
         is_expected: whether the reward may rightly pay for it; see [`is_expected`].
         first, now: mean of the feature's values in the first rollouts, and in the newest ones. For a phrase this is
             the share of the completions that have it.
@@ -277,7 +278,6 @@ def reward_attribution(sums: Sums, expected: Sequence[str] = ()) -> Attribution:
     for the number of features, are selected.
 
     Args:
-        sums: the rollouts' sums.
         expected: features that are selected before others, if they explain 2 % or more; see [`is_expected`].
     """
     start = sums.start(sums.names)
@@ -293,17 +293,14 @@ def reward_attribution(sums: Sums, expected: Sequence[str] = ()) -> Attribution:
     total = gram[0, 0] + weight * change[0] ** 2
 
     def fit(chosen: list[int]) -> tuple[float, np.ndarray, np.ndarray]:
-        """
-        Fit the scores by the S features `chosen`, which are indices into `sums.names`.
-
-        Return three values: the share of the variation that is left unexplained; the (S,) effects of the features; and
-        the effects' (S,) squared standard errors, still multiplied by the degrees of freedom, `sums.free` − S.
-        """
+        """Fit the scores by the S features `sums.names[chosen]`; return the unexplained share, effects and errors."""
         inverse = np.linalg.inv(ridged[np.ix_(chosen, chosen)])
         effects = inverse @ gram[chosen, 0]
         within = gram[0, 0] - effects @ gram[chosen, 0]
         between = change[0] - effects @ change[chosen]
         unexplained = (within + weight * between**2) / (total or 1)
+        # Rounded, so that features that explain the same are tied. The errors, (S,) as the effects, are squared, and
+        # still multiplied by the degrees of freedom, `sums.free` − S
         return round(unexplained, 3), effects, max(within, 0) * np.diag(inverse)
 
     chosen = list[int]()

@@ -87,11 +87,7 @@ def mine_phrases(
 
 
 def _bound(votes: list[tuple[int, float]], t: float) -> float:
-    """
-    Return the lower confidence bound (Σ s·w − t·√Σw²) / Σw of `votes`, pairs of sign s and weight w; −1 without votes.
-
-    If it is above 0, the votes are significant.
-    """
+    """Return the lower bound (Σ s·w − t·√Σw²) / Σw of `votes`, pairs (s, w): significant above 0, −1 without votes."""
     weights = sum(weight for _, weight in votes)
     deviation = math.sqrt(sum(weight**2 for _, weight in votes))
     if not weights:
@@ -116,25 +112,18 @@ class _Words:
         self.sizes = Counter(number for word, number in zip(self.words, self.owner, strict=True) if word)
 
     def votes(self, places: Iterable[int]) -> list[tuple[int, float]]:
-        """
-        Return the sign and weight of each vote on the words at `places`, indices into `self.words`.
-
-        A pair votes if exactly one of its texts has any of them: +1 for the chosen text, −1 for the rejected one. The
-        weight is the other text's share of the pair's words.
-        """
+        """Return (sign, weight) for each pair of which exactly one text has a word at `places`, indices of `words`."""
         having = {self.owner[place] for place in places}
         votes = []
         for number in having:
-            if number ^ 1 not in having:
+            if number ^ 1 not in having:  # the pair's other text
                 other = self.sizes[number ^ 1]
+                # +1 for the chosen text. A longer text has a smaller weight, since it has more n-grams anyway
                 votes.append((1 - 2 * (number % 2), other / (self.sizes[number] + other)))
         return votes
 
     def frequent(self, longest: int, least: int) -> dict[Gram, list[int]]:
-        """
-        Return the n-grams of up to `longest` words that occur in at least `least` texts, each with its places: the
-        indices in `self.words` of its first word.
-        """
+        """Return n-grams of up to `longest` words in at least `least` texts, with the places of their first words."""
         found: dict[Gram, list[int]] = {}
         starts: Iterable[int] = range(len(self.words))
         for n in range(1, longest + 1):
@@ -254,24 +243,18 @@ def probe_reward(
     return sorted(results, key=order)
 
 
-Changed = list[str | None]
+Changed = list[str | None]  # completions as a probe changes them; None where it cannot
 
 
 def _changes(
     pairs: list[tuple[str, str]], phrases: Sequence[str], seed: int
 ) -> Iterator[tuple[str, str | None, Changed, list[str] | None]]:
-    """
-    Yield four values for each probe: its name, its phrase, the changed completions, and the controls. `pairs` are
-    prompts with their completions, `phrases` those to insert.
-
-    A changed completion is None if the probe cannot change this completion. Controls are the completions with other
-    words in place of the phrase. If a probe inserts no phrase, its phrase and its controls are None.
-    """
+    """Yield each probe's name, phrase, changed completions, and controls: other words in the phrase's place."""
     completions = [completion for _, completion in pairs]
     picker = random.Random(f"{seed} places")
     places = [(completion, picker.choice(_ends(completion))) for completion in completions]
     for phrase in dict.fromkeys(phrases):
-        picker = random.Random(f"{seed} control {phrase}")
+        picker = random.Random(f"{seed} control {phrase}")  # the same, whichever other phrases are tried
         words = f" {' '.join(WORD.findall(phrase.casefold()))} "
         changed = [
             None if words in f" {' '.join(WORD.findall(completion.casefold()))} " else _with(completion, phrase, place)
@@ -300,26 +283,17 @@ def _changes(
         "markdown": ["\n- ".join([f"**{s[0]}**", *s[1:]]) if s else None for _, s, _ in rows],
     }
     for name, changed in changes.items():
-        yield name, None, changed, None
+        yield name, None, changed, None  # it inserts no phrase, so that it has no control either
 
 
 def _measured(
     score: Score,
-    pairs: list[tuple[str, str]],
-    before: Tensor,
+    pairs: list[tuple[str, str]],  # N prompts with their completions
+    before: Tensor,  # (N,) scores of these completions
     changed: Changed,
-    control: list[str] | None,
+    control: list[str] | None,  # N, with other words in place of the phrase; None without a phrase
 ) -> dict[str, Any]:
-    """
-    Score the completions that a probe changes; return the probe's entries for [`probe_reward`], None where unknown.
-
-    Args:
-        score: the reward.
-        pairs: N prompts with their completions.
-        before: (N,) scores of these completions.
-        changed: the N completions as the probe changes them; None where it cannot.
-        control: the N completions with other words in place of the probe's phrase; None for a probe without a phrase.
-    """
+    """Score the completions that a probe changes; return the probe's entries for [`probe_reward`], None if unknown."""
     result: dict[str, Any] = dict.fromkeys(("gain", "gain_interval", "gain_on_better", "interval_on_better"))
     result |= {"rows": 0, "rows_of_better": 0, "over_control": None, "control_interval": None, "examples": []}
     new = [(i, text) for i, text in enumerate(changed) if text is not None and text != pairs[i][1]]
@@ -369,14 +343,11 @@ def _verdict(result: dict[str, Any]) -> tuple[str, str | None]:
 
 
 def _scores(score: Score, pairs: list[tuple[str, str]]) -> Tensor:
-    """
-    Return the (N,) float64 scores of `pairs` of a prompt and a completion; raise a `ValueError` if one is missing or
-    not finite, since NaN would hide a hack.
-    """
+    """Return (N,) float64 scores of `pairs` of prompt and completion; raise a `ValueError` unless each is finite."""
     given = score([prompt for prompt, _ in pairs], [completion for _, completion in pairs])
     scores = torch.as_tensor(given, dtype=torch.double)
     finite = int(scores.isfinite().sum())
-    if not len(scores) == finite == len(pairs):
+    if not len(scores) == finite == len(pairs):  # NaN would hide a hack
         wrong = [pair for pair, each in zip(pairs, scores, strict=False) if not each.isfinite().all()]
         raise ValueError(
             f"the reward must return one finite score for each completion, but for {len(pairs)} completions it "

@@ -227,7 +227,7 @@ def fit_temperature(margins: Tensor) -> float | None:
         below the mean |margin|.
     """
     margins = margins.detach().double().cpu()
-    unit = margins.abs().mean().item()
+    unit = margins.abs().mean().item()  # of T, so that the search does not depend on the scores' scale
     end = math.log(1e4)
 
     def slope(log_beta: float) -> float:

@@ -148,13 +148,14 @@ def find_duplicates(
         exact.append(firsts.setdefault(text_hash(text), place) if text else -1)
         if exact[-1] == place:
             grams[place] = np.unique(ngram_hashes(text, n, unit, keep_short=True))
+            # Multiply and shift: the factor must be odd
             hashed = grams[place][:, None] * (factors | np.uint64(1)) + offsets >> np.uint64(32)
             signatures[place] = hashed.min(0).astype(np.uint32).tobytes()
     group = {place: place for place in grams}
 
     def first(place: int) -> int:
         while group[place] != place:
-            group[place] = group[group[place]]
+            group[place] = group[group[place]]  # halves the way for later calls
             place = group[place]
         return place
 

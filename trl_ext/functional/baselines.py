@@ -32,9 +32,10 @@ def mean_baselines(returns: Tensor, mask: Tensor, group_size: int | None = None)
     check_shapes(returns=returns, mask=mask)
     size = group_size or len(returns)
     number, (held,), acts = _by_number(mask, returns)
+    # A completion with fewer actions enters with the return from its last one
     last = (acts.sum(1, keepdim=True) - 1).clamp(min=0)
     held = held.gather(1, torch.arange(returns.size(1), device=returns.device).minimum(last))
-    acts = acts[:, :1].expand_as(held).to(held)
+    acts = acts[:, :1].expand_as(held).to(held)  # from here on: whether the completion has any action
     held = held * acts
     sums, counts = (x.view(-1, size, x.size(1)).sum(1).repeat_interleave(size, 0) for x in (held, acts))
     others = sums - held
@@ -77,23 +78,19 @@ def critic_products(returns: Tensor, values: Tensor, mask: Tensor, group_size: i
     gains, signals = ((x - means)[counted] for x in (g, v))
     centred = signals - signals.mean() if len(signals) else signals
     square = centred.square().sum()
+    # A critic that differs from m by a constant only has no variance but that of rounding
     rounding = 1e-9 * signals.square().sum()
     return torch.stack([(gains * centred).sum(), torch.where(square > rounding, square, 0.0)])
 
 
-def _by_number(mask: Tensor, *each: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
-    """
-    Number the actions of each row from 0; `mask` is 1 where an action starts.
-
-    Returns:
-        Three results, all of shape (N, T):
-
-        - The number of the last action that has started at each token; 0 before the first action.
-        - A list of the tensors `each`, with the value at the start of action k moved to column k; 0 in other columns.
-        - A bool mask of the columns that hold an action.
-    """
+def _by_number(
+    mask: Tensor,  # (N, T), 1 where an action starts
+    *each: Tensor,  # (N, T)
+) -> tuple[Tensor, list[Tensor], Tensor]:  # (N, T) each
+    """Number each row's actions from 0; return each token's number, `each` by number, and which numbers exist."""
     actions = mask.long()
-    number = (actions.cumsum(1) - 1).clamp(min=0)
+    number = (actions.cumsum(1) - 1).clamp(min=0)  # of the last action that has started; 0 before the first
+    # The value at the start of action k in column k, 0 in columns without an action
     ordered = [torch.zeros_like(x).scatter_add(1, number, torch.where(mask.bool(), x, 0.0)) for x in each]
     is_action = torch.arange(mask.size(1), device=mask.device) < actions.sum(1, keepdim=True)
     return number, ordered, is_action

@@ -34,7 +34,7 @@ def logprobs_and_entropies(
         The log-probs (...), nats, in the dtype of the sums; and the entropies (...), in the same unit and dtype, or
         None if `with_entropies` is False.
     """
-    if hasattr(logits.grad_fn, "_saved_result"):
+    if hasattr(logits.grad_fn, "_saved_result"):  # as tanh, whose backward pass reads its output
         logits = logits.clone()
     rows = logits.reshape(-1, logits.size(-1)), labels.reshape(-1, 1)
     logprobs, entropies = _InPlace.apply(*rows, temperature, with_entropies)
@@ -42,11 +42,7 @@ def logprobs_and_entropies(
 
 
 class _InPlace(torch.autograd.Function):
-    """
-    Return the log-probs of (N, 1) labels and, if asked for, entropies, both (N, 1), without a copy of the logits.
-
-    The forward pass overwrites the (N, V) logits with exp(z - max z), the backward pass with their gradient.
-    """
+    """Compute (N, 1) log-probs of (N, 1) labels, and entropies if asked for, without a copy of the (N, V) logits."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, temperature: float, with_entropies: bool) -> Any:
@@ -61,6 +57,7 @@ class _InPlace(torch.autograd.Function):
             if temperature != 1:
                 z /= temperature
             logprobs[i] = z.gather(-1, labels[i])
+            # The logits become exp(z - max z), here or below, which the backward pass replaces by their gradient
             exp = torch.exp(z, out=tile) if tile.dtype == dtype else z.exp()
             log_sums[i] = sums = exp.sum(-1, keepdim=True)
             if entropies is not None:

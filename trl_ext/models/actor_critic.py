@@ -53,7 +53,6 @@ class AdapterClassifier(nn.Module):
 
     Args:
         policy: the PEFT model that holds the base.
-        adapters: the switch between its adapters.
         name: the adapter to score by.
         head: linear layer from a hidden state to a score; None for a head of zeros.
     """
@@ -142,28 +141,20 @@ def positions(model: nn.Module, attention_mask: Tensor | None, given: Tensor | N
 
 
 def _values(
-    backbone: Callable[..., Any],
+    backbone: Callable[..., Any],  # without the head
     head: Any,
-    input_ids: Tensor,
+    input_ids: Tensor,  # (K, C), and so is the mask
     attention_mask: Tensor | None,
-    places: Tensor | None,
-    **positions: Tensor,
+    places: Tensor | None,  # (N,) indices from 0 to K · C − 1; None for all
+    **positions: Tensor,  # `position_ids`, if the backbone takes them
 ) -> Tensor:
-    """
-    Return the (K, C) values of the states after each token of K rows; with `places`, only those at these N indices.
-
-    Args:
-        backbone: the critic's model without its head.
-        head: linear layer from a hidden state to a value.
-        input_ids, attention_mask: (K, C).
-        places: (N,) indices from 0 to K · C − 1; None for all.
-        **positions: `position_ids`, if `backbone` takes them.
-    """
+    """Return the (K, C) values of the states after each token of K rows, or the (N,) values at `places`."""
     hidden_states = backbone(
         input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **positions
     ).last_hidden_state
     if places is not None:
         hidden_states = hidden_states.flatten(0, 1)[places]
+    # An adapter's head is in float32, whatever the base's dtype
     return head(hidden_states.to(head.weight.dtype)).squeeze(-1).float()
 
 
@@ -208,7 +199,6 @@ class ActorCritic(nn.Module):
     the policy's parameters first.
 
     Args:
-        policy: the causal language model.
         critic: a sequence classifier with one label, or an adapter with a head on the policy's base; None for no
             critic.
         adapters: the switch between the adapters of the policy's base; None if there are no adapters.
@@ -238,7 +228,7 @@ class ActorCritic(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(super().__getattr__("policy"), name)
+            return getattr(super().__getattr__("policy"), name)  # `self.policy` would recurse before it is set
 
     def forward(
         self,

@@ -150,7 +150,6 @@ def check_config(config: Any, name: str, shares_base: bool = True) -> None:
     Raise a `ValueError` for an adapter that would train wrongly, such as one that changes the base (the reference).
 
     Args:
-        config: the adapter's configuration.
         name: the argument's name, for the message.
         shares_base: whether other adapters will be on the same base.
     """
@@ -279,6 +278,7 @@ def copy_adapter(policy: Any, source: str, target: str) -> bool:
     Copy the policy's adapter `source` to its adapter `target` if shapes and scalings (α ÷ rank) are equal; return
     whether it was copied.
     """
+    # `save_embedding_layers="auto"` would ask the hub for the size of the base's vocabulary
     a = peft.get_peft_model_state_dict(policy, adapter_name=source, save_embedding_layers=False)
     b = peft.get_peft_model_state_dict(policy, adapter_name=target, save_embedding_layers=False)
     layers: list[Any] = [layer for layer in policy.modules() if isinstance(layer, BaseTunerLayer)]

@@ -123,6 +123,7 @@ class Histories:
         for number in range(len(some.layers)):
             rows = [
                 [
+                    # A row without a history has at most `new` tokens, so it takes no column of `some`
                     pad(each[:, : max(length - new, 0)], (0, 0, min(width - length, width - new), 0))
                     for each in (known or some).layers[number]
                 ]
@@ -131,14 +132,10 @@ class Histories:
             cache.update(*(torch.stack(each) for each in zip(*rows, strict=True)), number)
 
     def _take(self, ids: list[int]) -> History | None:
-        """
-        Return the first stored history that `ids` begin with; None if there is none.
-
-        Delete this history from the store. Also delete the histories stored before it: their rows have ended.
-        """
+        """Return the first stored history that `ids` begin with, or None; delete it and all stored before it."""
         for number, history in enumerate(self._kept):
             if ids[: len(history.ids)] == history.ids:
-                for _ in range(number + 1):
+                for _ in range(number + 1):  # rows whose histories come before it have ended
                     self._kept.popleft()
                 return history
         return None
@@ -184,24 +181,19 @@ def sample_tokens(scores: Tensor) -> tuple[Tensor, Tensor]:
     return token.squeeze(1), logprobs.squeeze(1)
 
 
-def _invert(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """
-    Sample a column in each row, with a probability proportional to its weight, by inverting the cumulative sum.
-
-    Args:
-        weights: (B, N), >= 0.
-        uniform: (B, 1), random numbers in [0, 1).
-
-    Returns:
-        (B, 1) column indices, none of weight 0; and the (B, 1) sums of each row's weights.
-    """
+def _invert(
+    weights: Tensor,  # (B, N), >= 0
+    uniform: Tensor,  # (B, 1), random numbers in [0, 1)
+) -> tuple[Tensor, Tensor]:
+    """Sample a column of each row in proportion to its weight; return the columns and the rows' sums, (B, 1) each."""
     cumulative = weights.to(uniform.dtype).cumsum(-1)
     total = cumulative[:, -1:].contiguous()
+    # 1 − u is above 0, so no column of weight 0 is the first to reach it
     return torch.searchsorted(cumulative, (1 - uniform) * total), total
 
 
 def _widest_dtype(scores: Tensor) -> torch.dtype:
-    return torch.float32 if scores.device.type == "mps" else torch.float64
+    return torch.float32 if scores.device.type == "mps" else torch.float64  # MPS has no float64
 
 
 class TokenSampler(LogitsProcessor):
@@ -317,10 +309,7 @@ def decode(
 
 
 def _decodes_token_by_token(base: Any, config: GenerationConfig) -> bool:
-    """
-    Return whether `generate` with this config samples or decodes greedily (no beams, no assistant model), returns only
-    a tensor of tokens, and `base` is a decoder-only model.
-    """
+    """Return whether a decoder-only `base` samples or decodes greedily, without beams, and returns tokens alone."""
     return (
         not base.config.is_encoder_decoder
         and config.get_generation_mode() in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH)
@@ -329,10 +318,7 @@ def _decodes_token_by_token(base: Any, config: GenerationConfig) -> bool:
 
 
 def _can_continue(policy: Any, inputs: dict[str, Any]) -> bool:
-    """
-    Return whether several calls of the policy's `generate` with these `inputs`, between which finished rows are
-    dropped, sample as one call would.
-    """
+    """Return whether calls of `generate`, between which rows that have ended are dropped, sample as one call would."""
     if inputs.keys() != {"input_ids", "attention_mask", "generation_config"}:  # images, say
         return False
     config = inputs["generation_config"]
@@ -344,6 +330,7 @@ def _can_continue(policy: Any, inputs: dict[str, Any]) -> bool:
     adapters = getattr(policy, "peft_config", {}).values()
     if not all(isinstance(adapter, LoraConfig) and not adapter.alora_invocation_tokens for adapter in adapters):
         return False
+    # A model's own `generate`, inputs or cache may keep a state that dropped rows stay in
     return (
         type(base).generate is GenerationMixin.generate
         and type(base).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
@@ -355,11 +342,7 @@ def _can_continue(policy: Any, inputs: dict[str, Any]) -> bool:
 
 @contextmanager
 def _transposed_head(base: Any) -> Iterator[None]:
-    """
-    Within the `with` block, on a CPU with MKL, compute the float32 LM head of the model `base` for up to 8 rows x as
-    (W xᵀ)ᵀ, which is faster than x Wᵀ.
-    """
-    # MKL then reads W, the model's largest matrix, in its order in memory
+    """Compute a float32 LM head for up to 8 rows x as (W xᵀ)ᵀ within the `with` block, on a CPU with MKL."""
     head = base.get_output_embeddings()
     is_plain = type(head) is nn.Linear and "forward" not in vars(head)  # accelerate's hooks set one
     if not is_plain or head.weight.device.type != "cpu" or not torch.backends.mkl.is_available():
@@ -370,6 +353,7 @@ def _transposed_head(base: Any) -> Iterator[None]:
     def forward(x: Tensor) -> Tensor:
         if x.numel() > 8 * x.size(-1) or x.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
             return linear(x)
+        # Faster than x Wᵀ: MKL then reads W, the model's largest matrix, in its order in memory
         logits = (head.weight @ x.flatten(0, -2).T).T.unflatten(0, x.shape[:-1])
         return logits if head.bias is None else logits + head.bias
 
@@ -395,27 +379,13 @@ class _HalfEnded(StoppingCriteria):
 def _decode_live_rows(
     policy: Any,
     sampler: TokenSampler,
-    eos: Tensor,
+    eos: Tensor,  # ids of the tokens that end a completion
     histories: Histories | None,
-    input_ids: Tensor,
-    attention_mask: Tensor,
+    input_ids: Tensor,  # (B, P), padded on the left
+    attention_mask: Tensor,  # (B, P)
     generation_config: GenerationConfig,
-) -> tuple[Tensor, Tensor]:
-    """
-    Generate by several calls of `generate`, each for the rows that have not ended yet.
-
-    Args:
-        policy: the model, with its adapters.
-        sampler: samples each token, and keeps its log-prob.
-        eos: ids of the tokens that end a completion.
-        histories: keys and values of earlier turns, as for [`decode`].
-        input_ids, attention_mask: (B, P), prompts that are padded on the left.
-        generation_config: settings of `generate`.
-
-    Returns:
-        (B, P + T) ids of prompts and completions, completions padded on the right; and the (B, T) log-probs of the
-        completions' tokens, nats.
-    """
+) -> tuple[Tensor, Tensor]:  # (B, P + T) ids, completions padded on the right; (B, T) log-probs of completions, nats
+    """Generate by several calls of `generate`, each for the rows that have not ended yet."""
     base = base_model_of(policy)
     limit = generation_config.max_new_tokens
     rows, width = input_ids.shape
@@ -439,6 +409,7 @@ def _decode_live_rows(
         begin = ids.size(1)
         config = copy.deepcopy(generation_config)
         room = context - int(mask.sum(1).max())  # of the longest row
+        # `generate` counts both from the beginning of this call
         config.max_new_tokens = max(1, min(limit - (begin - width), room))
         config.min_new_tokens = max(0, (config.min_new_tokens or 0) - (begin - width)) or None
         ids = policy.generate(
@@ -469,17 +440,12 @@ def _decode_live_rows(
 
 @torch.no_grad()
 def _prefilled(base: Any, input_ids: Tensor, attention_mask: Tensor) -> DynamicCache:
-    """
-    Run the model `base` on all prompts, (B, P), padded on the left, without their last token; return its cache.
-
-    A prompt that several rows share is computed only once. If all prompts differ, or have only one token, nothing is
-    computed, and the cache is empty.
-    """
+    """Run `base` on the left-padded (B, P) prompts without their last token, each prompt once; return the cache."""
     cache = _cache(base)
     prompts, row = torch.stack([input_ids, attention_mask]).unique(dim=1, return_inverse=True)
     if len(row) == prompts.size(1) or input_ids.size(1) == 1:
-        return cache
-    ids, mask = prompts[..., :-1]
+        return cache  # empty: there is nothing to share, and `generate` will read the prompts
+    ids, mask = prompts[..., :-1]  # `generate` needs a token to read
     takes_positions = "position_ids" in inspect.signature(base.base_model.forward).parameters
     positions = {"position_ids": position_ids(mask)} if takes_positions else {}
     base.base_model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **positions)

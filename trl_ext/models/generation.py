@@ -54,8 +54,6 @@ def eos_token_ids(model: Any, tokenizer: Any, revision: str | None = None) -> li
 
     Args:
         model: a model; or its folder or hub name (no weights are loaded from there).
-        tokenizer: the model's tokenizer.
-        revision: revision of the model on the hub.
     """
     if isinstance(model, str):
         from .loading import base_of
@@ -155,6 +153,7 @@ def sample(
     Returns:
         Token ids of each completion, up to and including its EOS, if it has one.
     """
+    # 0 switches top-k off; unset, it would be 50
     sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
     config = GenerationConfig(
         max_new_tokens=max_new_tokens,
@@ -194,7 +193,6 @@ def answer_rows(
     Return a row for each completion, with what a reward function reads.
 
     Args:
-        tokenizer: the model's tokenizer.
         prompts, prompt_ids: the prompts, texts or messages, and their token ids.
         answers: token ids of the completions, as [`sample`] returns them.
         eos_token_ids: tokens that end a completion.
@@ -237,6 +235,7 @@ def completion_logprobs(
     completions, mask = padded(completion_ids, "right", model.device)
     attention_mask = torch.cat([prompt_mask, mask], dim=1)
     width = completions.shape[1]
+    # One more than the completion: the first of its tokens is chosen after the prompt's last
     options = {"position_ids": position_ids(attention_mask), "logits_to_keep": width + 1, "use_cache": False}
     taken = inspect.signature(type(base_model_of(model)).forward).parameters
     logits = model(

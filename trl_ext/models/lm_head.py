@@ -101,10 +101,7 @@ def _head_takes(head: nn.Module, places: Tensor) -> RemovableHandle:
 
 
 def _backbone_gives(backbone: nn.Module, places: Tensor) -> RemovableHandle:
-    """
-    Make `backbone` return only the N states at `places` of its (K, C, H) output, as (1, N, H), within the `with`
-    block.
-    """
+    """Make `backbone` return only the N states at `places` of (K, C, H), as (1, N, H), within the `with` block."""
 
     def choose(module: nn.Module, inputs: Any, output: Any) -> Any:
         output.last_hidden_state = _at(output.last_hidden_state, places)
@@ -118,15 +115,12 @@ def _at(states: Tensor, places: Tensor) -> Tensor:
 
 
 def _unview_gradient(node: Any, steps: int = 6) -> None:
-    """
-    Make autograd add the head's part to the gradient of tied embeddings in place.
-
-    A linear layer returns its weight's gradient as a view, to which autograd does not add in place. Search autograd's
-    graph up to `steps` nodes before the logits for the node that makes the view.
-    """
+    """Make autograd add the head's part to the gradient of tied embeddings in place; search `steps` nodes back."""
     # Soft-capping has three nodes, the head's product two
     if node is None or not steps:
         return
+    # A linear layer returns its weight's gradient as a view, which this node makes. Autograd adds in place only to a
+    # tensor that is none
     if node.name() == "TBackward0":
         node.register_hook(lambda gradients, _: tuple(g if g is None else g.data for g in gradients))
         return

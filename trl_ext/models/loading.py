@@ -78,7 +78,6 @@ def load_tokenizer(
 
     Args:
         path: folder or hub name of the model.
-        revision: revision of the model on the hub.
         auto: the class that loads it; `AutoProcessor` loads a processor instead.
         **kwargs: passed to `from_pretrained`.
     """
@@ -115,7 +114,7 @@ def load_adapted(
     base, base_revision = base_of(path, revision)
     kind = config.task_type or "CAUSAL_LM"
     needs_head = is_classifier and kind == "CAUSAL_LM"
-    is_whole = not is_deepspeed_zero3_enabled()
+    is_whole = not is_deepspeed_zero3_enabled()  # else no process has a whole weight
     auto: Any = transformers.AutoModelForSequenceClassification if is_classifier else None
     labels = {"num_labels": 1} if is_classifier else {}
     with _ON_EACH_PROCESS() if is_classifier else nullcontext():
@@ -141,7 +140,7 @@ def load_adapted(
         config.task_type = "SEQ_CLS"
         config.modules_to_save = [*(config.modules_to_save or []), "score"]
         config.inference_mode = False
-        config.init_lora_weights = True
+        config.init_lora_weights = True  # the saved weights follow; another value might change the base
         weights[f"{HEAD}weight"] = model.score.weight.detach().clone()
         adapted = get_peft_model(model, config, autocast_adapter_dtype=is_whole)
     else:
@@ -348,7 +347,6 @@ class Loader:
         path: path or hub name that the policy was loaded from; None if it was passed in as an object.
         init_kwargs: the keyword arguments that the policy was loaded with.
         trust_remote_code: as in transformers.
-        accelerator: the trainer's accelerator.
     """
 
     policy: Any

@@ -169,7 +169,6 @@ def keeps_rows_apart(forward: Callable[[Packed], Iterable[Tensor]], vocabulary: 
     Args:
         forward: runs the model on packed rows; returns (N,) tensors, its outputs for the N completion tokens.
         vocabulary: number of token ids.
-        device: the model's device.
     """
     row = (torch.arange(8) + 8) % vocabulary
     outputs = []
@@ -190,7 +189,6 @@ def starts_of(lengths: Tensor, columns: int, device: Any) -> Tensor:
     Args:
         lengths: (B,), the rows' lengths.
         columns: length of the sequence that they are packed into.
-        device: device of the result.
 
     Returns:
         (1, 1, R + 1, L) int32: the starts of R rows and the end of the last. L is the longest row's length; along it
@@ -207,9 +205,8 @@ def starts_of(lengths: Tensor, columns: int, device: Any) -> Tensor:
 def _attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """
-    Attend as transformers' SDPA does; if `attention_mask` comes from [`starts_of`], attend only within packed rows.
-    """
+    """Attend as transformers' SDPA does, but only within packed rows if the mask comes from [`starts_of`]."""
+    # Only `starts_of` makes a mask of int32
     if attention_mask is None or attention_mask.dtype != torch.int32:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     starts = attention_mask[0, 0, :, 0].contiguous()

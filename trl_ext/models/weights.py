@@ -52,7 +52,6 @@ def tokens_beyond(vocabulary: int, tokenizer: Any) -> dict[str, int]:
 
     Args:
         vocabulary: number of token ids that the model has embeddings for.
-        tokenizer: the tokenizer.
     """
     beyond = [(i, token) for token, i in tokenizer.get_vocab().items() if i >= vocabulary]
     return {token: i for i, token in sorted(beyond)}
@@ -197,7 +196,7 @@ def gathered_by_zero3(engine: nn.Module, policy: nn.Module, args: Any) -> Iterat
     import deepspeed
 
     with deepspeed.zero.GatheredParameters(list(policy.parameters())):
-        remove_hooks(engine)
+        remove_hooks(engine)  # they would partition a layer's weights again after its forward pass
         try:
             with temporarily(args, ds3_gather_for_generation=False):
                 yield
@@ -214,6 +213,7 @@ def kept_by_fsdp2(policy: nn.Module) -> Iterator[None]:
     """
     layers = [module for module in policy.modules() if isinstance(module, FSDPModule)]
     groups = [group for layer in layers for group in layer._get_fsdp_state()._fsdp_param_groups]
+    # `set_reshard_after_forward` overwrites these
     reshard = [group.post_forward_mesh_info for group in groups]
     for layer in layers:
         layer.set_reshard_after_forward(False, recurse=False)
@@ -233,7 +233,6 @@ def weights_identity(model: Any, path: str | None = None, revision: str | None =
     Args:
         model: a transformers model, plain or with adapters, which are left out.
         path: folder or hub name that the model was loaded from; None if the model was changed since.
-        revision: revision of the model on the hub.
 
     Returns:
         `name@commit` for a model of the hub that is in the local cache; else `xxh3:` and a hash of its weights.
@@ -280,7 +279,7 @@ def weights_hash(module: Any) -> str:
     process must call this function.
     """
     return hash_of(
-        {
+        {  # `keep_vars`, since a detached tensor does not show that ZeRO-3 has partitioned it
             name.replace(".base_layer", "").replace(".original_module", ""): tensor
             for name, tensor in module.state_dict(keep_vars=True).items()
             if "lora_" not in name and ".modules_to_save." not in name

@@ -188,12 +188,9 @@ class ResumableRun(AgreedControl, BackgroundSaving):
         delete_stop(folder)
 
     def _find_checkpoint(self, resume: str | bool | None) -> tuple[str | None, bool, int | None]:
-        """
-        Return the checkpoint to resume from, whether this run's settings differ from the checkpoint's, and the
-        checkpoint's size in bytes; (None, False, None) to restart.
-        """
+        """Return the checkpoint to resume from, whether this run's settings differ from its, and its size in bytes."""
         if resume is None or resume is False:
-            return None, False, None
+            return None, False, None  # restart
         checkpoint = newest_complete(self.args.output_dir) if resume is True else str(resume)
         marker = read_marker(checkpoint) if checkpoint else None
         if checkpoint is None or marker is None:
@@ -218,10 +215,7 @@ class ResumableRun(AgreedControl, BackgroundSaving):
         return checkpoint, bool(different), sum(marker["files"].values())
 
     def _load_complete(self, checkpoint: str, state: TrainerState) -> TrainOutput:
-        """
-        Load a complete run's last checkpoint and, with `load_best_model_at_end`, the model of its best checkpoint.
-        Return what `train` returns, with NaN as the loss.
-        """
+        """Load a complete run's last checkpoint or best model; return what `train` returns, with NaN as the loss."""
         end = f"Training is complete, at step {state.global_step}"
         if is_deepspeed_zero3_enabled():
             raise CannotResume(

@@ -90,10 +90,7 @@ class Hold:
 
 
 def _locked(folder: Path) -> FileLock | None:
-    """
-    Lock a folder, and return the lock. If another process holds it, raise a [`FolderInUse`]; if it cannot be locked at
-    all, print so, and return None.
-    """
+    """Lock a folder; return the lock, None if it cannot be locked; raise [`FolderInUse`] if another process has it."""
     # One object for each file, so that this process can lock it again
     lock = FileLock(folder.resolve() / LOCK, is_singleton=True, thread_local=False, on_acquired=_write_holder)
     try:

@@ -130,10 +130,7 @@ class BackgroundSaving(_Trainer):
             self._check_saving(wait=True, causes=causes)
 
     def _save_own_state(self, checkpoint: str) -> None:
-        """
-        Save into the folder `checkpoint` what transformers does not save there. Override this; it is called on all
-        processes, before the marker is written, unless `save_only_model` is set.
-        """
+        """Override to save more into `checkpoint`: on all processes, before the marker, unless `save_only_model`."""
 
     def _begin(self, checkpoint: Path) -> Path | None:
         """Prepare to write a checkpoint; return its folder in memory, None if it is written to the disk directly."""
@@ -164,12 +161,10 @@ class BackgroundSaving(_Trainer):
         return in_memory
 
     def _finish(self, checkpoint: Path, in_memory: Path | None, best: str) -> None:
-        """
-        Move a checkpoint from the folder `in_memory`, if any, to the disk; mark it as complete; delete old ones, but
-        not the one named `best`.
-        """
+        """Move a checkpoint from `in_memory`, if any, to the disk; mark it as complete; delete old ones but `best`."""
         try:
             if in_memory is not None:
+                # `checkpoint` stays a link to memory, and readable there, until the copy is whole
                 part = checkpoint.with_name(f"_{checkpoint.name}")  # a Trainer uploads no such name
                 shutil.rmtree(part, ignore_errors=True)
                 shutil.copytree(in_memory, part, symlinks=True)
@@ -196,18 +191,12 @@ class BackgroundSaving(_Trainer):
         self._thread = None
         self._error = None
 
-    def _check_saving(self, wait: bool = False, causes: list[str | None] | None = None) -> None:
-        """
-        Check whether the checkpoint that is being written in the background is complete; with `wait`, wait for it.
-
-        If it could not be written, it is removed, and [`NotSaved`] is raised. With `on_save_failure: continue`, and in
-        a run whose weights must not be saved, the reason is printed instead. Call this on all processes.
-
-        Args:
-            wait: whether to wait.
-            causes: for each process None, or the clause of `not_saved` on the part that it could not write. None in
-                place of the list: no process reports a failure.
-        """
+    def _check_saving(
+        self,
+        wait: bool = False,  # until the checkpoint in the background is written
+        causes: list[str | None] | None = None,  # for each process, `not_saved` on what it failed to write
+    ) -> None:
+        """Remove a checkpoint that could not be written; raise [`NotSaved`], or print why. All processes call this."""
         if self._being_saved is None:
             return
         if wait and self._thread is not None:
@@ -265,7 +254,6 @@ def write_marker(checkpoint: str | os.PathLike[str], settings: dict[str, Any]) -
     the marker, so a checkpoint with a marker is complete even after a loss of power.
 
     Args:
-        checkpoint: the checkpoint's folder.
         settings: the run's settings. A resumed run compares them with its own.
     """
     folder = Path(checkpoint)

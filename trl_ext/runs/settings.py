@@ -17,13 +17,9 @@ _Class = TypeVar("_Class", bound=type)
 
 
 class _Help(str):
-    """
-    Hold a field's help text together with the rules for its values.
+    """Hold a field's help text together with the rules for its values."""
 
-    The rules cannot be separate metadata of the field: HfArgumentParser would pass them to argparse, which refuses
-    them.
-    """
-
+    # Not metadata of the field: HfArgumentParser would pass them to argparse, which refuses them
     range: Range | None = None
     only_with: OnlyWith | None = None
 
@@ -33,7 +29,6 @@ def setting(default: Any, help: str, range: Range | None = None, only_with: Only
     Declare a field of a configuration, with its default, description and rules.
 
     Args:
-        default: default value.
         help: meaning and unit. `--help` shows the first sentence; `--help WORD` and the docs show all. No percent
             signs: argparse takes them for formats.
         range: allowed values: a rule that [`meets`] understands, or a tuple of a rule in words and a function that

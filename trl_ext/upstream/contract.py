@@ -86,6 +86,7 @@ def assigned(classes: Iterable[type]) -> set[str]:
 @functools.cache  # reading bytecode takes long, and most classes are asked about twice
 def _assigned_by(function: Callable) -> set[str]:
     """Return the attributes of `self` that a function assigns."""
+    # EXTENDED_ARG only widens the argument of the step after it
     steps = [step for step in dis.get_instructions(function) if step.opname != "EXTENDED_ARG"]
     # Since Python 3.13 one step may load two variables, "value, self"
     return {
@@ -96,16 +97,12 @@ def _assigned_by(function: Callable) -> set[str]:
 
 
 def _difference(label: str, parameters: Iterable[str], required: list[str], passed: str) -> str:
-    """
-    Return a sentence if a function's parameters do not fit the arguments that trl_ext passes; "" if they do.
-
-    They do not fit if a required parameter is not passed, or if a passed parameter is unknown or has another position.
-    The sentence calls the function `label`.
-    """
+    """Return a sentence on `label`, a function whose parameters do not fit what trl_ext passes; "" if they fit."""
     given = [name for name in passed.split(", ") if name not in ("", "...")]
     by_place = [name for name in given if not name.endswith("=")]
     names = {name.rstrip("=") for name in given}
     parameters = list(parameters)
+    # In their places, none that is required left out, none that is unknown
     if parameters[: len(by_place)] == by_place and {*required} <= names <= {*parameters}:
         return ""
     return f"`{label}` takes ({', '.join(parameters)}), but trl_ext relies on ({passed})"

@@ -125,7 +125,7 @@ def draw(rows: list[dict[str, Any]], file: Path) -> None:
         for row in (row for row in rows if (row["cell"], row["arm"]) == (cell, arm)):
             colour = colormaps["viridis"](FACTORS.index(row["factor"]) / len(FACTORS))
             axes.plot(row["tokens"], row["scores"], color=colour, label=f"{row['factor']:.2g} ×")
-        axes.set(title=f"{cell}: {'one rate' if arm == 'fixed' else 'the rate follows the KL'}", xlabel="tokens")
+        axes.set(title=f"{cell}: {'fixed learning rate' if arm == 'fixed' else 'step_kl_target 0.1'}", xlabel="tokens")
         axes.legend(fontsize="x-small")
     figure.savefig(file, dpi=80)
 

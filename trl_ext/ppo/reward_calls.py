@@ -9,7 +9,8 @@ from typing import Any
 from accelerate import PartialState
 from accelerate.utils import gather_object
 
-from ..rewards.member import RewardFailed, Started, awaited, failed_rows, runs_in_background, telling
+from ..rewards.background import Started, awaited, runs_in_background
+from ..rewards.member import RewardFailed, failed_rows, nan_scorer_of
 from ..rewards.scores import by_token, finite_number, is_by_token, scores_in
 
 
@@ -90,7 +91,7 @@ class CheckedReward:
             **kwargs: the arguments of the function.
         """
         if self.in_background:
-            self._started = Started(telling(self.function), **kwargs)
+            self._started = Started(nan_scorer_of(self.function), **kwargs)
             self._waiting = waiting
 
     def forget(self) -> None:
@@ -104,7 +105,7 @@ class CheckedReward:
                     returned = self._started.result(kwargs["log_metric"], kwargs["log_extra"])
             else:
                 with self.around():
-                    function = telling(self.function)
+                    function = nan_scorer_of(self.function)
                     returned = awaited(function(prompts=prompts, completion_ids=completion_ids, **kwargs))
             return self._checked(returned, completion_ids)
         except Exception as error:

@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from ..runs.redaction import redacted
 from ..upstream.names import get_callable_name
-from .member import HoldsRewards, Member, TellsFailures, checked_name
+from .member import HoldsRewards, MarksFailures, Member, checked_name
 from .scores import log_to, of_rows
 
 logger = logging.get_logger(__name__)
@@ -27,7 +27,7 @@ _UNCOUNTED = ("trainer_state", "log_extra")  # TRL passes these, too; the reward
 _REST = 10.0  # seconds until a Redis that did not answer is asked again
 
 
-class CachedReward(TellsFailures, HoldsRewards):
+class CachedReward(MarksFailures, HoldsRewards):
     """
     Score each completion once, and return the stored score when the same completion comes again.
 

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from ..functional import Combine, disagreement, ensemble_score
-from .member import FAILED, HoldsRewards, Member, OnError, TellsFailures, checked_name, distinct, scores_of_all
+from .member import FAILED, HoldsRewards, MarksFailures, Member, OnError, checked_name, distinct, scores_of_all
 from .scores import log_to, of_rows, without_failures
 
 
-class EnsembleReward(TellsFailures, HoldsRewards):
+class EnsembleReward(MarksFailures, HoldsRewards):
     """
     Score completions by several reward functions that measure the same thing, and log how much they disagree.
 
@@ -138,7 +138,7 @@ def _loaded(members: Sequence[Callable | str], model_kwargs: dict[str, Any]) -> 
     ]
 
 
-class ConstitutionReward(TellsFailures, HoldsRewards):
+class ConstitutionReward(MarksFailures, HoldsRewards):
     """
     Cap the score of completions that break a principle.
 

@@ -15,7 +15,8 @@ from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_aft
 from tenacity.wait import wait_random_exponential
 
 from ..runs.redaction import HIDDEN, redacted
-from .member import OnError, RewardFailed, TellsFailures, checked_on_error, in_threads, settled
+from .background import in_threads
+from .member import MarksFailures, OnError, RewardFailed, checked_on_error, with_failures_as_nan
 from .scores import log_to
 
 _FAILURES, _PAUSE = 5, 30.0  # after so many failed requests in a row none is sent for so many seconds
@@ -74,7 +75,7 @@ class Call:
         return {"latency": fmean(self.seconds) if self.seconds else None, "retries": float(len(self.retried))}
 
 
-class ServedReward(TellsFailures):
+class ServedReward(MarksFailures):
     """
     Ask a service for scores: the base class of [`RemoteReward`] and [`JudgeReward`].
 
@@ -273,7 +274,7 @@ class ServedReward(TellsFailures):
             kind(self._named(row, outcome)) if isinstance(outcome, Exception) else outcome
             for row, (kind, outcome) in enumerate(zip(kinds, outcomes, strict=True))
         ]
-        return settled(self.__name__, named, self.on_error, log_metric, WithheldError)
+        return with_failures_as_nan(self.__name__, named, self.on_error, log_metric, WithheldError)
 
 
 @cache

@@ -9,8 +9,7 @@ from datasets import Dataset
 from torch import nn
 
 from ..models.weights import context_of
-from ..runs.settings import refuse
-from ..upstream.names import get_callable_name, get_config_model_id
+from ..upstream.names import get_callable_name, get_config_model_id, refuse
 from .config import PPOConfig
 
 Datasets = list[tuple[str, Dataset]]

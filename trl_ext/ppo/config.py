@@ -14,10 +14,10 @@ from ..runs.settings import (
     check_score_settings,
     check_settings,
     documented,
-    refuse,
     resolve_for_device,
     setting,
 )
+from ..upstream.names import refuse
 
 logger = logging.get_logger(__name__)
 

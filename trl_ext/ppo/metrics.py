@@ -199,7 +199,7 @@ class PPOMetrics:
         for name, rewards in zip(self.reward_names, rollout.rewards_per_func.unbind(1), strict=True):
             stats.add(f"rewards/{name}", rewards, ~rewards.isnan() & rows)
         if rollout.sampler_logprobs is not None:
-            self._add_sampling(stats, rollout.sampler_logprobs, rollout.logprobs, tokens)
+            self.add_sampling(stats, rollout.sampler_logprobs, rollout.logprobs, tokens)
 
     @torch.no_grad()
     def add_update(
@@ -245,14 +245,11 @@ class PPOMetrics:
         self.train.add("val/clipfrac_avg", value[1].float(), mask)
 
     @torch.no_grad()
-    def add_sampling(self, sampler_logprobs: Tensor, logprobs: Tensor, mask: Tensor) -> None:
+    def add_sampling(self, stats: Accumulator, sampler_logprobs: Tensor, logprobs: Tensor, mask: Tensor) -> None:
         """
         Compare the sampler's log-probs with those of training's forward pass (`logprobs`) where `mask` is 1; add
-        their difference and the KL to the metrics. All are (B, T), log-probs in nats.
+        their difference and the KL to `stats`. All are (B, T), log-probs in nats.
         """
-        self._add_sampling(self.train, sampler_logprobs, logprobs, mask)
-
-    def _add_sampling(self, stats: Accumulator, sampler_logprobs: Tensor, logprobs: Tensor, mask: Tensor) -> None:
         stats.add("sampling/logprob_difference", sampler_logprobs - logprobs, mask)
         stats.add("sampling/kl", kl_estimate(sampler_logprobs, logprobs, "k3"), mask)
 

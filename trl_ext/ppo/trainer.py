@@ -294,7 +294,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         path = model if isinstance(model, str) else None
         self._loader = Loader(policy, path, args.model_init_kwargs or {}, args.trust_remote_code, self.accelerator)
         self._reference_identity: str | None = None  # of what was passed in
-        self._rewards = rewards = Rewards(
+        rewards = Rewards(
             self.reward_funcs,
             self.reward_processing_classes,
             self.reward_func_names,
@@ -341,6 +341,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         )
         self._step_sums: list[Tensor] = []  # of the minibatch's micro-batches
         self._unscored = 0  # rollouts in a row without a score
+        self._seen_step = 0  # `_step` when the Trainer last asked whether to log, save or evaluate
+        self._waiting: set[str] = set()  # requests that wait for the end of the rollout
 
         if environment_factory is None:  # else what `reset` says is known in the rollout only
             check_prompt_lengths(self._tokenize_prompts, self._loader.policy, self.max_completion_length, datasets)
@@ -464,9 +466,10 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         values = torch.zeros_like(rewards) if rollout.values is None else rollout.values  # (B, T)
         advantages, returns = self.advantages(rollout, rewards, values)  # (B, T) each
         if args.use_ref_model and not self._warms_up(self._step):
-            mean_kl, episodes = self._global_mean((rollout.k1 * rollout.mask).sum(1), rollout.valid)
+            of_rows = (rollout.k1 * rollout.mask).sum(1)
+            episodes, mean_kl, *_ = global_moments(self.accelerator, of_rows, rollout.valid).tolist()
             if episodes:
-                self.kl_controller.update(mean_kl, episodes)
+                self.kl_controller.update(mean_kl, int(episodes))
         self.metrics.add_rollout(rollout, scores, kl, rewards, returns, kl_coef)
         self.metrics.add_custom(self.rollout_metrics(rollout, rewards, advantages, returns))
         self._log_advantages(advantages, rollout.mask)
@@ -634,13 +637,19 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         """
         args = self.args
         mask = inputs["loss_mask"]
-        if self._warms_up(self._step):
-            return self._value_loss(self._critic_forward(model, inputs), inputs)
+        warms_up = self._warms_up(self._step)
         critic_loss = None
-        if self._trains_apart:  # activations of the critic are freed before the policy runs
-            critic_loss = self._value_loss(self._critic_forward(model, inputs), inputs)
-            self.accelerator.backward(critic_loss)
-        logprobs, entropies, values, aux_loss = self._forward(model, inputs)  # (B, T) each, and a scalar
+        if warms_up or self._trains_apart:
+            is_ddp = isinstance(model, DistributedDataParallel)  # DDP waits for a gradient of every weight
+            found = self._run_models(model, inputs, with_values=True, with_logprobs=False, touch_policy=is_ddp)
+            critic_loss = self._value_loss(found["values"], inputs)
+            if warms_up:
+                return critic_loss
+            self.accelerator.backward(critic_loss)  # so the critic's activations are freed before the policy runs
+        routers = {"output_router_logits": True} if self.aux_loss_enabled else {}
+        with_values = args.baseline != "mean" and critic_loss is None
+        found = self._run_models(model, inputs, with_values=with_values, with_entropies=True, **routers)
+        logprobs, entropies = found["logprobs"], found["entropies"]  # (B, T) each
 
         new = self._by_action(logprobs, mask)  # (B, T)
         old = self._by_action(inputs["old_logprobs"], mask)
@@ -660,7 +669,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         taken = self._step // args.gradient_accumulation_steps % args.steps_per_rollout
         self._follow_step_kl(new, old, entropies, inputs, self._step, taken)
         if self._trusts_sampler and self._step % self._micro_steps_per_rollout < args.gradient_accumulation_steps:
-            self.metrics.add_sampling(inputs["old_logprobs"], logprobs, mask)  # the policy has not moved since
+            # The policy has not moved since it sampled
+            self.metrics.add_sampling(self.metrics.train, inputs["old_logprobs"], logprobs, mask)
 
         # Gradients are averaged over processes and summed over micro-batches
         scale = self.accelerator.num_processes / inputs["step_tokens"].clamp(min=1)
@@ -669,10 +679,10 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         if args.entropy_coef:  # a gradient of zeros would cost the LM head's backward a pass and memory
             actor_loss = actor_loss - args.entropy_coef * masked_sum(entropies, mask) * scale
         if self.aux_loss_enabled:
-            actor_loss = actor_loss + self.router_aux_loss_coef * aux_loss / args.gradient_accumulation_steps
+            actor_loss = actor_loss + self.router_aux_loss_coef * found["aux_loss"] / args.gradient_accumulation_steps
         if critic_loss is not None:
             return actor_loss + critic_loss.detach()
-        return actor_loss if values is None else actor_loss + self._value_loss(values, inputs)
+        return actor_loss + self._value_loss(found["values"], inputs) if with_values else actor_loss
 
     @torch.no_grad()
     def _follow_step_kl(
@@ -738,23 +748,6 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         scale = self.accelerator.num_processes / inputs["step_tokens"].clamp(min=1)
         return args.vf_coef * masked_sum(value[0], mask) * scale
 
-    def _forward(
-        self, model: nn.Module, inputs: dict[str, Any]
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """
-        Return a micro-batch's log-probs, entropies and values, (B, T) each, and the auxiliary loss of a mixture of
-        experts. The values are None if the critic is not run here; the loss is None for other models.
-        """
-        routers = {"output_router_logits": True} if self.aux_loss_enabled else {}
-        with_values = self.args.baseline != "mean" and not self._trains_apart
-        outputs = self._run_models(model, inputs, with_values=with_values, with_entropies=True, **routers)
-        return outputs["logprobs"], outputs["entropies"], outputs.get("values"), outputs.get("aux_loss")
-
-    def _critic_forward(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """Return the critic's (B, T) values of a micro-batch, without running the policy."""
-        is_ddp = isinstance(model, DistributedDataParallel)  # DDP waits for a gradient of every weight
-        return self._run_models(model, inputs, with_values=True, with_logprobs=False, touch_policy=is_ddp)["values"]
-
     def _run_models(self, model: nn.Module, inputs: dict[str, Any], **asked: Any) -> dict[str, Tensor]:
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
         width = inputs["completion_ids"].size(1)
@@ -763,11 +756,6 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
     def _warms_up(self, micro_step: int) -> bool:
         """Return whether the critic alone is trained at micro-batch `micro_step` (`critic_warmup_rollouts`)."""
         return micro_step // self._micro_steps_per_rollout < self.args.critic_warmup_rollouts
-
-    def _global_mean(self, values: Tensor, mask: Tensor) -> tuple[float, int]:
-        """Return the mean of the entries where `mask` is 1, over all processes, and the number of these entries."""
-        moments = global_moments(self.accelerator, values, mask)
-        return moments[1].item(), int(moments[0])
 
     # ---- Prompts ----
 
@@ -1016,7 +1004,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         self._actor_critic.train_adapters()  # what is frozen now, the optimizer would leave out
         self._step, self._buffered_inputs = 0, None  # unless a snapshot is loaded
         self._seen_step = 0
-        self._waiting: set[str] = set()  # requests that wait for the end of the rollout
+        self._waiting.clear()
         self.metrics.episodes_at_start = self.metrics.episodes
         self._last_loaded_step = -1  # so vLLM is sent the weights, also if a checkpoint has the same step
         self._ahead = RolloutsAhead(self) if self.args.rollouts_ahead else None

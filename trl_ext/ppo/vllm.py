@@ -17,7 +17,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..runs.files import on_first
 from ..runs.saving import read_marker
-from ..upstream.names import temporarily
+from ..upstream.names import refuse, temporarily
 
 Completions = tuple[list[list[int]], list[list[float]]]  # the tokens of each completion, and their log-probs
 
@@ -104,13 +104,17 @@ def _instance_of(url: str) -> str | None:
     """
     answer = httpx2.get(f"{url.rstrip('/')}/server_info", params={"config_format": "json"}, timeout=_PATIENCE)
     config = answer.raise_for_status().json()["vllm_config"]
-    for is_missing, flag in [
-        # It would keep its first weights, and return log-probs of another distribution than it samples from
-        (config["weight_transfer_config"] is None, """--weight-transfer-config '{"backend": "nccl"}'"""),
-        (config["model_config"]["logprobs_mode"] != "processed_logprobs", "--logprobs-mode processed_logprobs"),
-    ]:
-        if is_missing:
-            raise ValueError(f"Restart the vLLM server at {url} with `{flag}`, which PPO needs.")
+    restart = f"Restart the vLLM server at {url} with"
+    refuse(
+        (  # else it keeps its first weights
+            config["weight_transfer_config"] is None,
+            restart + """ `--weight-transfer-config '{"backend": "nccl"}'`, which PPO needs.""",
+        ),
+        (  # else its log-probs are of another distribution than it samples from
+            config["model_config"]["logprobs_mode"] != "processed_logprobs",
+            f"{restart} `--logprobs-mode processed_logprobs`, which PPO needs.",
+        ),
+    )
     return config.get("instance_id")
 
 

@@ -24,7 +24,7 @@ from tests.tiny import (
     tiny_reward_model,
     tiny_tokenizer,
 )
-from trl_ext.ppo.saved_rollouts import score_rollouts
+from trl_ext.ppo import score_rollouts
 from trl_ext.rewards.member import MarksFailures
 
 EQUAL = {"rtol": 0, "atol": 0}

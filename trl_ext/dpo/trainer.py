@@ -23,7 +23,7 @@ from ..functional import (
     sequence_logprobs,
 )
 from ..models.generation import check_savable
-from ..models.weights import check_tokenizer, keep_unpacked, unpatched_copy, weights_identity
+from ..models.weights import check_tokenizer, keep_4bit_layout, unpatched_copy, weights_identity
 from ..upstream.names import check_contract, get_config_model_id, is_deepspeed_zero3_enabled, temporarily
 from .config import DPOConfig
 from .controllers import DriftController, MarginNormalizer, Pairs
@@ -116,7 +116,7 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
         if self.processing_class is self._tokenizer:  # a processor's image tokens need no row of the embeddings
             check_tokenizer(self.model, self._tokenizer)
         for each in filter(None, (self.model, self.ref_model)):
-            keep_unpacked(each)
+            keep_4bit_layout(each)
         self.beta_controller: DriftController | None = None
         if args.beta_controller == "drift":
             if args.drift_horizon is None and not isinstance(train_dataset, Dataset):

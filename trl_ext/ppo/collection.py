@@ -16,7 +16,7 @@ from ..models.generation import padded
 from ..models.weights import base_model_of, context_of, evaluating, gathered_by_zero3, kept_by_fsdp2
 from ..upstream.names import disable_gradient_checkpointing, pad, temporarily, use_adapter
 from .environments import Calls
-from .rollout import Rollout, lengths_of, onto_policy_tokens, sequence_scores, summed_token_scores
+from .rollout import Rollout, onto_policy_tokens, sequence_scores, summed_token_scores, token_counts_of
 
 
 @dataclass
@@ -218,7 +218,7 @@ class RolloutTrainer(GRPOTrainer):
     @property
     def _keeps_logprobs(self) -> bool:
         """Return whether to keep the sampler's log-probs, which training or metrics need."""
-        return self._trusts_sampler or self.args.another_samples or self.args.importance_correction != "none"
+        return self._trusts_sampler or self.args.may_sample_off_policy or self.args.importance_correction != "none"
 
     @property
     def _trusts_sampler(self) -> bool:
@@ -229,7 +229,7 @@ class RolloutTrainer(GRPOTrainer):
         if args.old_logprobs != "auto":
             is_trusted = args.old_logprobs == "sampler"
         else:
-            is_plain = not args.another_samples and args.importance_correction == "none"
+            is_plain = not args.may_sample_off_policy and args.importance_correction == "none"
             policy = base_model_of(self._actor_critic.policy)
             is_quantized = getattr(policy.config, "quantization_config", None) is not None
             is_exact = self.accelerator.mixed_precision == "no" and policy.dtype == torch.float32 and not is_quantized
@@ -327,12 +327,12 @@ class RolloutTrainer(GRPOTrainer):
         args = self.args
         mask = tensors["completion_mask"]
         ids = torch.cat([tensors["prompt_ids"], tensors["completion_ids"]], dim=1)
-        lengths = lengths_of(tensors["prompt_mask"], mask)
+        counts = token_counts_of(tensors["prompt_mask"], mask)
         width = mask.size(1)
         is_trusted = sampled is not None and self._trusts_sampler
         asked = {"with_logprobs": not is_trusted, "with_values": self.model.training and args.baseline != "mean"}
         run = functools.partial(
-            self._passes, ids=ids, lengths=lengths, width=width, size=args.local_rollout_forward_batch_size
+            self._passes, ids=ids, token_counts=counts, width=width, size=args.local_rollout_forward_batch_size
         )
         found: dict[str, Tensor] = {}
         unchecked = disable_gradient_checkpointing(self.model, args.gradient_checkpointing_kwargs)

@@ -474,7 +474,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
         )
 
     @property
-    def clip_range(self) -> float:
+    def resolved_cliprange(self) -> float:
         """
         Return `cliprange`. If it is unset, return 0.4 where `kl_coef` is 0 and `epsilon_high` is unset, else 0.2.
         """
@@ -483,7 +483,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
         return 0.4 if self.kl_coef == 0 and self.epsilon_high is None else 0.2
 
     @property
-    def another_samples(self) -> bool:
+    def may_sample_off_policy(self) -> bool:
         """
         Return whether completions may be sampled from another distribution than that of the policy before the update.
         """
@@ -510,12 +510,12 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
         """Return `importance_sampling_mode`, with `"auto"` replaced by the mode that it stands for in this run."""
         if self.importance_sampling_mode != "auto":
             return self.importance_sampling_mode
-        return "token_truncate" if self.another_samples and self.old_logprobs != "sampler" else "none"
+        return "token_truncate" if self.may_sample_off_policy and self.old_logprobs != "sampler" else "none"
 
     @property
     def needs_sampler_logprobs(self) -> bool:
         """Return whether training needs the log-probs under which the completions were sampled."""
-        return self.importance_correction != "none" or (self.old_logprobs == "sampler" and self.another_samples)
+        return self.importance_correction != "none" or (self.old_logprobs == "sampler" and self.may_sample_off_policy)
 
     @property
     def steps_per_rollout(self) -> int:

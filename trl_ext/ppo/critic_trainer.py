@@ -31,7 +31,7 @@ from ..runs.settings import (
     setting,
 )
 from .config import ReturnSettings
-from .evaluation import EvaluationPass
+from .evaluation_pass import EvaluationPass
 from .metrics import Accumulator
 from .passes import Passes
 
@@ -148,7 +148,7 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
         - `input_ids`: (B, P + T), prompt and completion.
         - `labels`: (B, T), the completion's token ids, and -100 for padding.
         - `returns`: (B, T), score units; 0 for padding.
-        - `lengths`: a list with a pair for each row: its number of prompt tokens, and of completion tokens.
+        - `token_counts`: a list with a pair for each row: its number of prompt tokens, and of completion tokens.
     """
     prompts = [torch.tensor(row["prompt_ids"]) for row in rows]
     labels = [torch.tensor(row["completion_ids"]) for row in rows]
@@ -160,7 +160,7 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
         ),
         "labels": padded,
         "returns": pad_sequence(returns, batch_first=True),
-        "lengths": [(len(prompt), len(completion)) for prompt, completion in zip(prompts, labels, strict=True)],
+        "token_counts": [(len(prompt), len(completion)) for prompt, completion in zip(prompts, labels, strict=True)],
     }
 
 
@@ -236,7 +236,7 @@ class CriticTrainer(ResumableRun, Trainer):
     def _values(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         ids = inputs["input_ids"]
         width = inputs["labels"].size(1)
-        return self._passes(model, ids, [tuple(row) for row in inputs["lengths"]], width)["values"]
+        return self._passes(model, ids, [tuple(row) for row in inputs["token_counts"]], width)["values"]
 
     def _observe(self, stats: Accumulator, values: Tensor, returns: Tensor, mask: Tensor) -> None:
         stats.add("residuals", returns - values, mask)

@@ -6,7 +6,7 @@ import torch
 from accelerate.utils import DistributedType
 from torch import Tensor
 
-from ..models.actor_critic import positions
+from ..models.actor_critic import position_kwargs
 from ..models.packing import VARLEN, Packed, keeps_rows_apart, pack, use_varlen
 from ..models.weights import base_model_of, evaluating, unwrapped
 
@@ -36,7 +36,7 @@ class Passes:
         self,
         model: Any,
         ids: Tensor,
-        lengths: list[tuple[int, int]],
+        token_counts: list[tuple[int, int]],
         width: int,
         size: int | None = None,
         **asked: Any,
@@ -48,7 +48,7 @@ class Passes:
             model: the actor-critic, the reference, or a critic alone ([`add_value_forward`]), as the accelerator has
                 wrapped it.
             ids: (B, P + T), prompts padded on the left, completions on the right.
-            lengths: for each row, its numbers of real prompt tokens and completion tokens.
+            token_counts: for each row, its numbers of real prompt tokens and completion tokens.
             width: T.
             size: number of rows in one forward pass, which takes rows of similar length; None runs all rows at once.
             asked: further arguments of [`ActorCritic.forward`], such as which outputs to compute. The reference
@@ -60,13 +60,13 @@ class Passes:
         """
         hidden_size = None if "output_router_logits" in asked else self._packs(model)
         config = unwrapped(model).config.get_text_config()
-        order = sorted(range(len(lengths)), key=lambda row: sum(lengths[row]))
+        order = sorted(range(len(token_counts)), key=lambda row: sum(token_counts[row]))
         outputs: list[dict[str, Tensor]] = []
         for start in range(0, len(order), size or len(order)):
             rows = order[start : start + (size or len(order))]
             packed = pack(
                 ids[rows],
-                [lengths[row] for row in rows],
+                [token_counts[row] for row in rows],
                 width,
                 hidden_size,
                 self.args.pad_to_multiple_of,
@@ -92,7 +92,7 @@ class Passes:
                 inputs["attention_mask"] = packed.mask
             if is_critic or hasattr(unwrapped(model), "critic"):
                 return {name: value for name, value in model(**inputs, **asked).items() if value is not None}
-            if not positions(unwrapped(model), packed.position_ids):
+            if not position_kwargs(unwrapped(model), packed.position_ids):
                 del inputs["position_ids"]
             return {"logprobs": model(**inputs, fused_lm_head=True).log_probs}
 
@@ -119,7 +119,7 @@ class Passes:
     @torch.no_grad()
     def _test_apart(self, model: Any, vocabulary: int) -> bool:
         module = unwrapped(model)
-        if not positions(module, None, torch.empty(0)):
+        if not position_kwargs(module, None, torch.empty(0)):
             return False
         asked = {"with_values": True} if getattr(module, "critic", None) is not None else {}
 

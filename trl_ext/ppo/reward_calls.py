@@ -1,4 +1,4 @@
-"""Wrap the trainer's reward functions: check their results and collect their errors."""
+"""Call reward functions for a trainer or for saved rollouts: check their results and collect their errors."""
 
 import math
 import os
@@ -6,8 +6,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
+from datasets import Dataset
+from torch import Tensor
+from transformers import TrainerState
 
 from ..rewards.background import Started, awaited, runs_in_background
 from ..rewards.member import RewardFailed, failed_rows, nan_scorer_of
@@ -142,3 +146,51 @@ class AdapterReward:
         self.__name__ = os.path.basename(os.path.normpath(path))
 
     __call__ = None  # TRL looks for it when it is built; before a rollout the model takes this object's place
+
+
+def score_rollouts(
+    dataset: Dataset, functions: list[Callable], names: list[str], batch_size: int
+) -> tuple[Tensor, list[list[list[float] | None]]]:
+    """
+    Score saved rollouts by reward functions, which are called as PPO calls them. Each process scores a part of the
+    rows.
+
+    Args:
+        dataset: B rows, as [`with_finished`] returns them, with `prompt` and `completion` (text or messages); the
+            functions get the other columns, too.
+        functions, names: F reward functions with TRL's signature, and their names.
+        batch_size: number of rows in one call of a function.
+
+    Returns:
+        Two values for all rows, the same on every process:
+
+        - The (B, F) scores, on the CPU; NaN where a function gives None. If a function failed on a row and was
+          skipped, the whole row is NaN.
+        - For each function a list with an entry for each row: a list with a score for each token, or None if the
+          function scores the row as a whole.
+
+    Raises:
+        RuntimeError: a function failed, or returned something that is not a score.
+    """
+    processes = PartialState()
+    errors = DeferredErrors()
+    wrapped = [CheckedReward(function, name, errors) for function, name in zip(functions, names, strict=True)]
+    size = -(-len(dataset) // processes.num_processes)
+    first = processes.process_index * size
+    # Equally many calls on each process, as a sharded reward model needs: copies of the first rows fill up the last
+    mine = dataset.select([row % len(dataset) for row in range(first, first + size)])
+    rows: list[Any] = []
+    for batch in mine.iter(batch_size):
+        columns = {name: values for name, values in batch.items() if name not in ("prompt", "completion")}
+        columns |= {"prompts": batch["prompt"], "completions": batch["completion"], "trainer_state": TrainerState()}
+        columns |= dict.fromkeys(("log_metric", "log_extra"), lambda *_: None)
+        by_row = list(zip(*(function(**columns) for function in wrapped), strict=True))
+        for row, failed in enumerate(zip(*(function.failed for function in wrapped), strict=True)):
+            if any(failed):
+                by_row[row] = (None,) * len(wrapped)
+        rows += zip(by_row, zip(*(function.token_scores for function in wrapped), strict=True), strict=True)
+        errors.raise_everywhere(0)
+    rows = (gather_object(rows) if processes.num_processes > 1 else rows)[: len(dataset)]
+    whole = [[math.nan if score is None else score for score in scores] for scores, _ in rows]
+    by_function = [[tokens[f] for _, tokens in rows] for f in range(len(functions))]
+    return torch.tensor(whole, dtype=torch.float64), by_function

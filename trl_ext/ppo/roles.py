@@ -233,7 +233,7 @@ class Rewards:
             if isinstance(reward, nn.Module):
                 disable_dropout(reward)
 
-    def as_functions(
+    def checked_functions(
         self,
         actor_critic: ActorCritic,
         args: PPOConfig,

@@ -59,7 +59,7 @@ from ..models.weights import (
     check_tokenizer,
     disable_dropout,
     evaluating,
-    keep_unpacked,
+    keep_4bit_layout,
     weights_identity,
 )
 from ..runs.checkpoints import ResumableRun
@@ -82,9 +82,15 @@ from .checks import (
 )
 from .collection import RolloutTrainer
 from .config import PPOConfig
-from .controllers import BaselineGate, KLController, LearningRateController, RewardNormalizer
+from .controllers import (
+    BaselineGate,
+    KLController,
+    LearningRateController,
+    RewardNormalizer,
+    mean_demonstration_score,
+)
 from .environments import guarded, load_states, states_of, step_rewards
-from .evaluation import EvaluationPass, sampling_seed, untouched_rng
+from .evaluation_pass import EvaluationPass, sampling_seed, untouched_rng
 from .metrics import GRPO_ONLY_METRICS, Accumulator, PPOMetrics, global_moments
 from .passes import Passes
 from .reward_calls import DeferredErrors
@@ -97,8 +103,7 @@ from .roles import (
     make_reference,
     prepare_base,
 )
-from .rollout import Rollout, joined, lengths_of, permuted
-from .saved_rollouts import mean_demonstration_score
+from .rollout import Rollout, joined, permuted, token_counts_of
 from .vllm import RolloutsAhead, ServerGuard, ServerLost, check_loadable, check_logprobs, save_last_step
 
 _WITH_STATE = (
@@ -250,7 +255,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         )
         if rollout_func is None:
             check_arguments(reward_funcs, datasets)
-        elif not args.another_samples:
+        elif not args.may_sample_off_policy:
             args = copy.copy(args)  # the caller's `args` stay unchanged
             args.allow_off_policy_sampling = True  # who samples is not known here
         if is_saved_adapter := is_adapter(model, (args.model_init_kwargs or {}).get("revision")):
@@ -314,14 +319,14 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         )
         for trained_or_run in (actor_critic, self.ref_model, *rewards.functions):
             if isinstance(trained_or_run, nn.Module):
-                keep_unpacked(trained_or_run)
+                keep_4bit_layout(trained_or_run)
         if args.disable_dropout:
             disable_dropout(actor_critic)
             rewards.disable_dropout()
         if self.place_model_on_device and actor_critic.critic is not None:
             actor_critic.critic.to(args.device)
         self.model = self.model_wrapped = self.callback_handler.model = actor_critic
-        self.reward_funcs = rewards.as_functions(
+        self.reward_funcs = rewards.checked_functions(
             actor_critic, args, self.eos_token_ids, self._errors, self._score_on_base, self._own_random_state
         )
 
@@ -390,8 +395,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         args = self.args
         self.num_iterations = args.num_ppo_epochs
         self.vllm_importance_sampling_correction = False  # ours is `importance_sampling_mode`
-        self.epsilon_low = args.clip_range
-        self.epsilon_high = args.clip_range if args.epsilon_high is None else args.epsilon_high
+        self.epsilon_low = args.resolved_cliprange
+        self.epsilon_high = args.resolved_cliprange if args.epsilon_high is None else args.epsilon_high
         if args.stop_token_id is not None:
             self.eos_token_ids = [*self.eos_token_ids, args.stop_token_id]
         if self.use_vllm:
@@ -719,7 +724,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             self.metrics.train.add("learning_rate/factor", self.learning_rate_controller.factor_in_use)
 
     @torch.no_grad()
-    def _look_back(self) -> None:
+    def _measure_single_step(self) -> None:
         """After a rollout's only step, measure by a further forward pass how far this step moved the policy."""
         for micro_step, inputs in enumerate(self._buffered_inputs):
             found = self._run_models(self.model_wrapped, inputs, with_entropies=True)
@@ -751,7 +756,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
     def _run_models(self, model: nn.Module, inputs: dict[str, Any], **asked: Any) -> dict[str, Tensor]:
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
         width = inputs["completion_ids"].size(1)
-        return self._passes(model, ids, inputs["lengths"], width, **asked)
+        return self._passes(model, ids, inputs["token_counts"], width, **asked)
 
     def _warms_up(self, micro_step: int) -> bool:
         """Return whether the critic alone is trained at micro-batch `micro_step` (`critic_warmup_rollouts`)."""
@@ -789,15 +794,15 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         """
         Cut a rollout, as [`Rollout.rows_for_training`] returns it, into the micro-batches of PPO epoch `epoch`.
 
-        A micro-batch also has `lengths`, a pair for each row: its numbers of prompt and completion tokens.
+        A micro-batch also has `token_counts`, a pair for each row: its numbers of prompt and completion tokens.
         `step_tokens` is the number of tokens in the whole optimizer step, over all processes. With
         `gae_level: turn` there is also `step_turns`, the number of turns.
         """
         args = self.args
         number = self._step // self._micro_steps_per_rollout
-        lengths = lengths_of(rollout["prompt_mask"], rollout["completion_mask"])
+        token_counts = token_counts_of(rollout["prompt_mask"], rollout["completion_mask"])
         seed = (args.seed * 1_000_003 + number) * 1_009 + epoch
-        order = permuted([sum(row) for row in lengths], args.num_mini_batches, seed)
+        order = permuted([sum(row) for row in token_counts], args.num_mini_batches, seed)
         rollout = {name: values[order] for name, values in rollout.items()}
         counts = {"step_tokens": rollout["loss_mask"]}
         if args.gae_level == "turn":
@@ -811,7 +816,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             {
                 **dict(zip(rollout, chunk, strict=True)),
                 **{name: each[i // args.gradient_accumulation_steps] for name, each in counts.items()},
-                "lengths": [lengths[row] for row in order[i * size : (i + 1) * size]],
+                "token_counts": [token_counts[row] for row in order[i * size : (i + 1) * size]],
             }
             for i, chunk in enumerate(chunks)
         ]
@@ -1039,7 +1044,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         is_new, self._seen_step = self._step != self._seen_step, self._step  # at an epoch's end it is called twice
         looks_back = self.args.steps_per_rollout == 1 and self.args.step_kl_target
         if is_new and looks_back and not self._warms_up(self._step - 1):
-            self._look_back()
+            self._measure_single_step()
         # A checkpoint holds no half-trained rollout: it waits for the rollout's end. So does a stop, and the
         # evaluation that says whether the checkpoint is the best one
         stops = ["should_training_stop", "should_epoch_stop"]

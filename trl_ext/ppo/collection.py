@@ -16,7 +16,11 @@ from ..models.generation import padded
 from ..models.weights import base_model_of, context_of, evaluating, gathered_by_zero3, kept_by_fsdp2
 from ..upstream.names import disable_gradient_checkpointing, pad, temporarily, use_adapter
 from .environments import Calls
+from .metrics import PPOMetrics
+from .passes import Passes
+from .reward_calls import DeferredErrors
 from .rollout import Rollout, onto_policy_tokens, sequence_scores, summed_token_scores, token_counts_of
+from .vllm import RolloutsAhead, ServerGuard
 
 
 @dataclass
@@ -66,6 +70,16 @@ class RolloutTrainer(GRPOTrainer):
     """
 
     _collection: Collection  # while a rollout is collected
+    # `PPOTrainer` sets these when it is built, and `_ahead` in `train`
+    _errors: DeferredErrors  # of reward functions, environments and vLLM, to be raised on all processes
+    _passes: Passes
+    metrics: PPOMetrics
+    _vllm_server: ServerGuard | None  # None if vLLM runs in this process; without vLLM it is not set
+    _ahead: RolloutsAhead | None  # None unless it trains with `rollouts_ahead`
+
+    @property
+    def _actor_critic(self) -> Any:
+        return self.accelerator.unwrap_model(self.model)
 
     def _collect(self, inputs: list[dict[str, Any]]) -> Rollout:
         """Let TRL generate and score completions of the dataset rows `inputs`; return all that PPO needs of them."""
@@ -144,6 +158,7 @@ class RolloutTrainer(GRPOTrainer):
         padding = [[self._tokenizer.pad_token_id]]
         if self._ahead is not None:
             if self.model.training:
+                assert self._vllm_server is not None
                 return self._vllm_server.answered(self._ahead.take(prompt_ids))
             self._ahead.wait_for_all()  # TRL may send the server new weights
         with self.metrics.timed("generate"):
@@ -258,6 +273,7 @@ class RolloutTrainer(GRPOTrainer):
         for function in self.reward_funcs:
             function.start(self.metrics.timed("score_wait"), **given, trainer_state=self.state)
 
+        # TRL has padded and masked the same tokens, but its tensors are local to the method that calls this one
         collection.tensors = self._padded(collection)
         collection.passes = self._run_passes(collection.tensors, self._sampler_logprobs(collection))
         collection.rewards_per_func = self._scored(rows, prompts, completions, completion_ids_list)

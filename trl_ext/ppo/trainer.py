@@ -338,7 +338,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         self._passes = Passes(self.accelerator, args)
         self._evaluation: EvaluationPass | None = None  # while evaluating
         self._eval_pool: dict | None = None  # environments of evaluations; None before the first evaluation
-        self._ahead: RolloutsAhead | None = None  # while training with `rollouts_ahead`
+        self._ahead = None
         # A quarter of the KL target at the default; half of `step_kl_target` is half a step for long completions, too
         kl_limit = 2.5 * args.step_kl_target * args.kl_target if args.kl_controller == "adaptive" else math.inf
         self.learning_rate_controller = LearningRateController(
@@ -442,10 +442,6 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         """Return a context with a separate random state, seeded by the run's seed and the step."""
         batch = self._evaluation.seen if self._evaluation is not None else 0
         return untouched_rng(self.accelerator, self.args, self.state.global_step + batch)
-
-    @property
-    def _actor_critic(self) -> Any:
-        return self.accelerator.unwrap_model(self.model)
 
     # ---- The algorithm ----
 
@@ -782,6 +778,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             return inputs
         epoch, position = divmod(self._step % self._micro_steps_per_rollout, self.args.steps_per_generation)
         if position == 0:
+            # TRL has shuffled the rollout once and cut it up. `joined` undoes both, so that each pass has an order of
+            # its own, which depends on the seed alone
             self._buffered_inputs = self._micro_batches(joined(self._buffered_inputs), epoch)
         return self._buffered_inputs[position]
 

@@ -24,7 +24,6 @@ def listed(reward_funcs: Any, tokenizers: Any, policy_tokenizer: Any) -> tuple[l
     Args:
         reward_funcs: one reward, a list of them, or None for none.
         tokenizers: one tokenizer for all rewards, a list with one or None for each, or None.
-        policy_tokenizer: the policy's.
     """
     rewards = list(reward_funcs or []) if isinstance(reward_funcs, (list, tuple, type(None))) else [reward_funcs]
     tokenizers = list(tokenizers) if isinstance(tokenizers, (list, tuple)) else [tokenizers] * len(rewards)
@@ -148,8 +147,6 @@ def check_prompt_lengths(
 
     Args:
         tokenize: takes prompts, and returns a tuple that begins with a list of the token ids of each.
-        policy: the policy, whose configuration has the length of its context.
-        max_completion_length: tokens that a completion may have.
         datasets: names and datasets of prompts.
     """
     context = context_of(policy)

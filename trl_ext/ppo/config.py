@@ -395,13 +395,8 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
             logger.warning_once(f"`baseline='mean'` has no critic, so {without} have no effect.")
 
     def _check(self, given: tuple[int | None, int | None], steps: int) -> None:
-        """
-        Raise a `ValueError` if settings contradict each other: one would be ignored, or training would go wrong.
-
-        Args:
-            given: `steps_per_generation` and `generation_batch_size` as the user set them.
-            steps: optimizer steps that `total_episodes` makes.
-        """
+        """Raise a `ValueError` if settings contradict each other: one would be ignored, or would train wrongly."""
+        # `given` are the user's `steps_per_generation` and `generation_batch_size`; `steps` those of `total_episodes`
         kwargs = self.generation_kwargs or {}
         changed = self._changes_to_sampler
         refused = sorted(REFUSED_GENERATION_KWARGS & kwargs.keys())
@@ -492,6 +487,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
 
     @property
     def _changes_to_sampler(self) -> dict[str, Any]:
+        """Return the settings, with their values, by which a token's distribution is not the policy's."""
         kwargs = self.generation_kwargs or {}
         changes = {name: value for name, value in kwargs.items() if name not in NEUTRAL_GENERATION_KWARGS}
         neutral = {"top_p": (1.0, None), "top_k": (0, None), "min_p": (0.0, None), "repetition_penalty": (1.0, None)}

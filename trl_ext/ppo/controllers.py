@@ -327,10 +327,12 @@ class RewardNormalizer:
 
 
 def _merge(seen: Tensor, scores: Tensor) -> Tensor:
+    """Add the scores that are not NaN to the moments `seen`."""
     return merge_moments(torch.stack([seen, moments(scores, ~scores.isnan())]))
 
 
 def _standardise(scores: Tensor, score_moments: Tensor) -> tuple[Tensor, Tensor]:
+    """Whiten (N,) scores by these moments; return them with the (N,) factors that multiplied them. NaN stays NaN."""
     valid = ~scores.isnan()
     # Where all scores are equal, their deviation says nothing about the scores of single tokens
     scale = whitening_scale(score_moments) if variance(score_moments) > _NO_VARIANCE else torch.ones(())

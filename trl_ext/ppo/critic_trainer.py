@@ -205,7 +205,7 @@ class CriticTrainer(ResumableRun, Trainer):
         self._passes = Passes(self.accelerator, args)
         self._train = Accumulator()
         self._eval = Accumulator()
-        self._evaluation: EvaluationPass | None = None  # while evaluating
+        self._evaluation: EvaluationPass | None = None  # of the last evaluation; None before the first
         ConsoleCallback.replace(self)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
@@ -234,6 +234,7 @@ class CriticTrainer(ResumableRun, Trainer):
         return (loss, {"values": values}) if return_outputs else loss
 
     def _values(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        """Return the critic's (B, T) values of a batch."""
         ids = inputs["input_ids"]
         width = inputs["labels"].size(1)
         return self._passes(model, ids, [tuple(row) for row in inputs["token_counts"]], width)["values"]
@@ -278,11 +279,7 @@ class CriticTrainer(ResumableRun, Trainer):
         super().log(logs, *args, **kwargs)
 
     def _report(self, stats: Accumulator) -> dict[str, float]:
-        """
-        Return `loss/value_avg`, `val/rmse` and, unless all returns are equal, `val/explained_variance`.
-
-        They are computed from the entries in `stats` of all processes, which are then deleted; {} without entries.
-        """
+        """Return the metrics of the entries in `stats`, over all processes, and delete the entries."""
         moments = stats.pop(self.accelerator)
         if not moments:  # a resumed run may log before its first step
             return {}

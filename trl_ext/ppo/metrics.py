@@ -86,7 +86,6 @@ class PPOMetrics:
     Collect the metrics of a run, and return them when the trainer logs.
 
     Args:
-        accelerator: the trainer's accelerator.
         reward_names: names of the reward functions, in the functions' order.
     """
 
@@ -165,16 +164,12 @@ class PPOMetrics:
         Add a batch of an evaluation to the metrics.
 
         Args:
-            rollout: the batch.
             rows: (B,), False for copies that only fill up the last batch.
         """
         self._observe(self.eval, rollout, rows)
 
     def _observe(self, stats: Accumulator, rollout: Rollout, rows: Tensor) -> None:
-        """
-        Add to `stats` the metrics that training and evaluation share, over the rows of `rollout` where `rows`, (B,)
-        bool, is True.
-        """
+        """Add to `stats` what training and evaluation share, over the rows where `rows`, (B,) bool, is True."""
         mask = rollout.mask
         valid = rollout.valid & rows
         tokens = mask * rows[:, None]
@@ -258,7 +253,6 @@ class PPOMetrics:
         Add a rollout's importance weights to the metrics, and the share of weights that a bound has changed.
 
         Args:
-            rollout: the rollout.
             weights: (B, T), or (B, 1) for whole completions. Only completions with a score count.
             is_outside: bool, the shape of weights, True where a bound has changed the weight.
             actions: (B, T), 1 = token at which an action starts. Weights of shape (B, T) count only there.
@@ -268,6 +262,7 @@ class PPOMetrics:
         self.train.add("sampling/clipfrac", is_outside.float(), mask)
 
     def _total(self, rows: Tensor) -> float:
+        """Return the sum of `rows` over all processes."""
         return self.accelerator.reduce(rows.sum(dtype=torch.float32), reduction="sum").item()
 
     # ---- Reporting ----

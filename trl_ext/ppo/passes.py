@@ -22,7 +22,6 @@ class Passes:
     sharded models need.
 
     Args:
-        accelerator: the trainer's accelerator.
         args: the trainer's configuration. Only `padding_free`, `pad_to_multiple_of` and `max_completion_length` are
             used.
     """
@@ -82,6 +81,7 @@ class Passes:
         }
 
     def _forward(self, model: Any, packed: Packed, **asked: Any) -> dict[str, Tensor]:
+        """Run one forward pass over packed rows; return the model's outputs by name, still packed."""
         inputs = {**packed.inputs, "predicts": packed.predicts, "targets": packed.targets}
         is_critic = hasattr(unwrapped(model), "score")  # a critic alone
         is_sharded = self.accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP)
@@ -97,19 +97,14 @@ class Passes:
             return {"logprobs": model(**inputs, fused_lm_head=True).log_probs}
 
     def _packs(self, model: Any) -> int | None:
-        """
-        Return the model's hidden size, which packing needs, if `padding_free` is set and packed rows do not affect
-        each other, else None.
-
-        The first call for a model tests this, and lets a model that passes use the variable-length attention kernel.
-        """
+        """Return the model's hidden size, which packing needs, if its rows may be packed, else None."""
         if not self.args.padding_free:
             return None
         module = unwrapped(model)
         config = module.config.get_text_config()
         if id(module) not in self._keeps_apart:
             self._keeps_apart[id(module)] = self._test_apart(model, config.vocab_size)
-            if self._keeps_apart[id(module)]:
+            if self._keeps_apart[id(module)]:  # so its attention can run by the kernel of variable lengths
                 use_varlen(module, _HALF.get(self.accelerator.mixed_precision))
             if not self._keeps_apart[id(module)]:
                 name = type(base_model_of(module)).__name__
@@ -118,6 +113,7 @@ class Passes:
 
     @torch.no_grad()
     def _test_apart(self, model: Any, vocabulary: int) -> bool:
+        """Return whether the model's outputs of packed rows are those of the rows alone."""
         module = unwrapped(model)
         if not position_kwargs(module, None, torch.empty(0)):
             return False

@@ -63,8 +63,7 @@ class CheckedReward:
     the result.
 
     Args:
-        function: the reward function.
-        name: its name, for error messages.
+        name: the function's, for error messages.
         errors: collects its errors, to raise them on all processes.
         around: makes a context in which TRL's call runs the function. The function is then never started early.
     """
@@ -92,7 +91,6 @@ class CheckedReward:
 
         Args:
             waiting: a context that is entered while TRL's call waits for the function.
-            **kwargs: the arguments of the function.
         """
         if self.in_background:
             self._started = Started(nan_scorer_of(self.function), **kwargs)
@@ -119,6 +117,7 @@ class CheckedReward:
             return [0.0] * len(prompts)
 
     def _checked(self, rewards: Any, completion_ids: list) -> list[float | None]:
+        """Return one score a row, None for none or a failed one; set `token_scores` and `failed`."""
         scores: list[float | None] = []
         rewards = scores_in(rewards, len(completion_ids))
         self.token_scores = []

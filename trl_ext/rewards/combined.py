@@ -122,10 +122,7 @@ class EnsembleReward(MarksFailures, HoldsRewards):
 
 
 def _loaded(members: Sequence[Callable | str], model_kwargs: dict[str, Any]) -> list[Callable]:
-    """
-    Load the members given as folders or hub names, as [`ModelReward`]s with `model_kwargs`; return all members.
-    Adapters of the same base share one copy of that base.
-    """
+    """Return all members, a [`ModelReward`] for each folder or hub name; adapters of one base share one copy of it."""
     from ..models.loading import SharedBase, base_named_by, is_adapter
     from .model import ModelReward
 
@@ -240,4 +237,5 @@ class ConstitutionReward(MarksFailures, HoldsRewards):
 
 
 def _verdicts(scores: list[float | None], minimum: float) -> list[bool | None]:
+    """Return for each row whether its score breaks the principle; None if it has no score."""
     return [None if score is None else score < minimum for score in without_failures(scores)]

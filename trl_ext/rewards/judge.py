@@ -65,7 +65,6 @@ class JudgeReward(ServedReward):
         rubric: what makes a completion good, in words for the judge.
         scale: lowest and highest score.
         compare: column with the completions of a reference or baseline; None scores each completion by itself.
-        temperature: temperature of the judge.
         max_tokens: most tokens of the judge's message, its reasoning included.
         extra: more keys of the request's body, such as `response_format`. A key with None is left out, such as
             `max_tokens` in `{"max_tokens": None, "max_completion_tokens": 256}`.
@@ -173,6 +172,7 @@ class JudgeReward(ServedReward):
         return self.request(call, {"model": self.model, "messages": messages, **self.settings}, check=choice_in)
 
     def _verdict(self, prompt: str, texts: list[str], call: Call) -> float:
+        """Ask the judge for a score, again if its message has none."""
         for _ in range(self.parse_retries):
             answer = self.completion(self.messages(prompt, texts), call)
             try:

@@ -74,7 +74,6 @@ class Member(MarksFailures, HoldsRewards):
     there are completions.
 
     Args:
-        function: the reward function.
         on_error: `"raise"` raises a `RuntimeError` that names the function, and the completion if one score is wrong.
             `"skip"` scores a failed row None; the combining reward then gives the row no higher score than it would
             have had without the failure, and the share of failed rows is logged as `rewards/<name>/failed`.
@@ -112,11 +111,7 @@ class Member(MarksFailures, HoldsRewards):
 
 
 def _answers(function: Callable, count: int, kwargs: dict[str, Any]) -> list[Any]:
-    """
-    Call a reward function with `kwargs`; return one outcome for each of `count` completions: its score, which may be
-    None; an error if the score is not a finite number; NaN where the function itself tells that it failed, see
-    [`failed_rows`]. An exception that the function raises is not caught.
-    """
+    """Return each completion's score or None; an error if it is no finite number, NaN where the function failed."""
     scores = scores_in(awaited(nan_scorer_of(function)(**kwargs)), count)
     failed = failed_rows(function, scores)
     return [FAILED if failed[row] else number_or_error(score, f"completion {row}") for row, score in enumerate(scores)]
@@ -152,9 +147,7 @@ def with_failures_as_nan(
     since the run may then train on nothing.
 
     Args:
-        name: name of the reward.
         outcomes: for each completion its score, or an exception.
-        on_error: `"raise"` or `"skip"`.
         log_metric: TRL's function that logs a metric; None logs nothing.
         excused: exception classes that are replaced by NaN, and never raised, whatever `on_error` is.
     """
@@ -179,7 +172,6 @@ def scores_of_all(
     Members with a true `in_background` run in threads, at the same time as the others.
 
     Args:
-        members: the members.
         log_metric, log_extra: TRL's functions that log; None logs nothing.
         **kwargs: what a trainer passes to a reward function: `prompts`, `completions`, the dataset's columns.
     """

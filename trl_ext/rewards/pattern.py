@@ -68,6 +68,8 @@ class PatternReward:
         return without_failures(with_failures_as_nan(self.__name__, outcomes, self.on_error, log_metric))
 
     def _score(self, row: int, text: str) -> float | TimeoutError:
+        """Return a text's score, or the error if a search takes too long."""
+
         def is_found(pattern: Any) -> bool:
             return pattern.search(text, timeout=self.timeout) is not None
 

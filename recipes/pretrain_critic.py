@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
     from trl_ext import load_dataset_split, save_base_fingerprint
     from trl_ext.callbacks import record_run
     from trl_ext.data import hold_out_prompts
-    from trl_ext.models import base_of, eos_token_ids, keep_unpacked, load_tokenizer
+    from trl_ext.models import base_of, eos_token_ids, keep_4bit_layout, load_tokenizer
     from trl_ext.ppo import CriticTrainer, check_apart, load_critic, score_rollouts, with_finished, with_returns
     from trl_ext.rewards import ModelReward, RewardFailed, distinct
     from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume
@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> None:
             trust_remote_code=training_args.trust_remote_code,
             **model_args.init_kwargs(training_args.model_init_kwargs),
         )
-    keep_unpacked(critic)
+    keep_4bit_layout(critic)
 
     # 3. Data: token ids, scores, and the returns that PPO will ask for
     size = training_args.per_device_eval_batch_size

@@ -181,7 +181,7 @@ def main(arguments: list[str] | None = None) -> None:
     from trl_ext.data import TrainedPairs, held_out_rows, not_trained_on, usable_pairs
     from trl_ext.dpo import ResumableRewardTrainer, centre, head_of
     from trl_ext.evaluation import reward_model_report
-    from trl_ext.models import base_of, context_of, has_head, keep_unpacked, load_config
+    from trl_ext.models import base_of, context_of, has_head, keep_4bit_layout, load_config
     from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume, fingerprint
     from trl_ext.workbench import next_line, objections, report_of, report_trained
 
@@ -239,7 +239,7 @@ def main(arguments: list[str] | None = None) -> None:
                 peft_config=peft_config,
                 resume_anyway=script_args.resume_anyway,
             )
-        keep_unpacked(trainer.model)
+        keep_4bit_layout(trainer.model)
         if not is_classifier:  # so the head is new (N+ details: std 1/√(d+1))
             head = head_of(trainer.model)
             with GatheredParameters([head.weight], modifier_rank=0):

@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> None:
     from trl_ext import load_dataset_split
     from trl_ext.data import held_out_rows, one_form
     from trl_ext.dpo import ResumableSFTTrainer
-    from trl_ext.models import keep_unpacked
+    from trl_ext.models import keep_4bit_layout
     from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume
     from trl_ext.workbench import next_answer, next_line, report_of
 
@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> None:
             peft_config=get_peft_config(model_args),
             resume_anyway=script_args.resume_anyway,
         )
-    keep_unpacked(trainer.model)
+    keep_4bit_layout(trainer.model)
     with parser.one_line_errors(CannotResume, NotSaved):
         checkpoint = checkpoint_to_resume(training_args)
         training_args.eval_on_start &= not checkpoint

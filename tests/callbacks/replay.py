@@ -9,7 +9,7 @@ from transformers import TrainerControl, TrainerState
 from trl import SFTConfig, SFTTrainer
 
 from tests.tiny import ON_CPU, length_reward, tiny_llama, tiny_ppo, tiny_tokenizer
-from trl_ext.callbacks.monitor import alerts_of
+from trl_ext.callbacks.monitor import REGISTRY, alerts_of
 
 RUNBOOK = (Path(__file__).parents[2] / "docs" / "runbook.md").read_text()
 # What the runbook's tables say that monitors say; … stands for any words
@@ -27,6 +27,12 @@ def explained(alerts):
         assert f"\n## {section}\n\nWhat `{alert['monitor']}` says.\n" in RUNBOOK
         assert any(entry.match(what) for entry in ENTRIES), f"the runbook does not explain {what!r}"
     return [alert["what"] for alert in alerts]
+
+
+def notices_of(state):
+    """The notices that monitors have sent, which `alerts_of` leaves out."""
+    sent = state.stateful_callbacks.get(REGISTRY, {}).get("alerts", [])
+    return [alert for alert in sent if alert["level"] == "notice"]
 
 
 class Replay:
@@ -63,7 +69,7 @@ class Replay:
 
     @property
     def notices(self):
-        return explained(alerts_of(self.state, "notice"))
+        return explained(notices_of(self.state))
 
     @property
     def said(self):

@@ -11,7 +11,7 @@ from transformers import EarlyStoppingCallback, TrainerState
 import trl_ext.callbacks as callbacks
 from recipes import ppo
 from tests.callbacks.cases import BAD_NUMBERS, CHANGES, NULL
-from tests.callbacks.replay import RUNBOOK
+from tests.callbacks.replay import RUNBOOK, notices_of
 from tests.tiny import prompts, tiny_llama, tiny_ppo, tiny_tokenizer
 from trl_ext.callbacks import (
     CanaryCallback,
@@ -21,7 +21,6 @@ from trl_ext.callbacks import (
     attach_monitors,
     load_monitors,
 )
-from trl_ext.callbacks.monitor import alerts_of
 from trl_ext.cli.parser import entry_of
 from trl_ext.runs.files import read_jsonl
 
@@ -113,6 +112,6 @@ def test_shipped_recipe_trains_with_all_of_its_monitors(tmp_path, monkeypatch):
     assert "eval_gold/win_rate" in evaluations[1] and (tmp_path / "run" / "rlhf_monitoring.png").exists()
     newest = max((tmp_path / "run").glob("checkpoint-*/trainer_state.json"), key=lambda path: path.stat().st_mtime)
     state = TrainerState.load_from_json(str(newest))
-    blind = {alert["monitor"] for alert in alerts_of(state, "notice") if "nothing to watch" in alert["what"]}
+    blind = {alert["monitor"] for alert in notices_of(state) if "nothing to watch" in alert["what"]}
     # The random model always scores 0, and constant returns have no variance to explain
     assert state.best_metric is not None and blind <= {"ValueHealthCallback"}

@@ -21,7 +21,7 @@ from trl import (
     SFTTrainer,
 )
 
-from tests.callbacks.replay import SIZES, ppo, sft, with_callbacks
+from tests.callbacks.replay import SIZES, notices_of, ppo, sft, with_callbacks
 from tests.tiny import length_reward, prompts, tiny_llama, tiny_tokenizer
 from trl_ext.callbacks import (
     CanaryCallback,
@@ -84,7 +84,7 @@ def test_grpo_and_rloo_scripts(cls, args, tmp_path, capsys):
     budget, recorder = KLBudgetCallback(limit=10, action="stop"), JSONLCallback()
     of_logs = ClipFractionCallback(), EntropyFloorCallback(), RewardDriftCallback(minimum=4), LengthDriftCallback()
     with_callbacks(trainer, [budget, *of_logs, RepetitionCallback(), GoldGapCallback(), recorder]).train()
-    assert trainer.state.global_step == 4 and not alerts_of(trainer.state, "notice")
+    assert trainer.state.global_step == 4 and not notices_of(trainer.state)
     assert "KL/tok" in capsys.readouterr().out
     train, evaluations = events(tmp_path, "train"), events(tmp_path, "eval")
     assert [event["step"] for event in train] == [1, 2, 3, 4] and "kl" in train[0]
@@ -217,4 +217,4 @@ def test_ppo_clamps_what_was_asked_for_and_answers_it_after_a_resume(tmp_path):
         trainer.train(resume_from_checkpoint=resume)
         coefficients = {log["step"]: log.get("objective/kl_coef") for log in trainer.state.log_history}
         assert (coefficients[1], coefficients[5]) == pytest.approx((0.1, 0.5))
-        assert take_kl_scale(trainer.state) == 1.0 and not alerts_of(trainer.state, "notice")
+        assert take_kl_scale(trainer.state) == 1.0 and not notices_of(trainer.state)

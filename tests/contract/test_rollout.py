@@ -85,7 +85,7 @@ def test_what_a_rollout_returns(tmp_path):
 
 
 def test_generate_returns_eight_things(tmp_path):
-    """In the order in which `Collection.generated` unpacks them. Reward functions are given the same lists."""
+    """In the order in which `RolloutTrainer._generate` unpacks them. Reward functions are given the same lists."""
     trainer = grpo(tmp_path)
     generated, drawn = (returned_by(trainer, name) for name in ("_generate", "_generate_single_turn"))
     trainer.train()

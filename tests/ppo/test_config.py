@@ -232,8 +232,8 @@ def test_who_is_corrected_for(subtests, tmp_path):
 
 
 def test_an_unset_clip_range_is_wide_only_without_a_kl_penalty_and_an_upper_side(tmp_path):
-    assert config(tmp_path, kl_coef=0.05).clip_range == 0.2
-    assert config(tmp_path, kl_coef=0.0, epsilon_high=0.28).clip_range == 0.2
-    assert config(tmp_path, kl_coef=0.0, cliprange=0.3).clip_range == 0.3
+    assert config(tmp_path, kl_coef=0.05).resolved_cliprange == 0.2
+    assert config(tmp_path, kl_coef=0.0, epsilon_high=0.28).resolved_cliprange == 0.2
+    assert config(tmp_path, kl_coef=0.0, cliprange=0.3).resolved_cliprange == 0.3
     trainer = tiny_ppo(tmp_path, kl_coef=0.0)
     assert (trainer.epsilon_low, trainer.epsilon_high) == (0.4, 0.4)

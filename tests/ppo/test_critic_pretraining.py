@@ -149,7 +149,7 @@ def test_ppo_begins_with_the_values_that_were_learned(is_lora, tmp_path):
     batch = {
         "input_ids": torch.cat([drawn["prompt_ids"], drawn["completion_ids"]], dim=1),
         "labels": drawn["completion_ids"],
-        "lengths": list(zip(prompt.tolist(), mask.sum(1).tolist(), strict=True)),
+        "token_counts": list(zip(prompt.tolist(), mask.sum(1).tolist(), strict=True)),
     }
     with torch.no_grad():
         values = trainer._values(trainer.model.eval(), batch)

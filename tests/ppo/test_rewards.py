@@ -24,8 +24,8 @@ from tests.tiny import (
     tiny_reward_model,
     tiny_tokenizer,
 )
-from trl_ext.ppo.saved_rollouts import score_rollouts
-from trl_ext.rewards.member import TellsFailures
+from trl_ext.ppo import score_rollouts
+from trl_ext.rewards.member import MarksFailures
 
 EQUAL = {"rtol": 0, "atol": 0}
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
@@ -190,7 +190,7 @@ def test_functions_of_all_kinds_are_weighted_and_summed_over_those_that_apply(tm
     assert rollout.ended.tolist() == FINISHED
 
 
-class Judge(TellsFailures):
+class Judge(MarksFailures):
     """Fails on the second answer, and does not apply to the third."""
 
     def scores_or_nan(self, prompts, completions, **kwargs):

@@ -5,7 +5,7 @@ import math
 import torch
 
 from trl_ext.models.decoding import SamplerRecorder
-from trl_ext.ppo.evaluation import EvaluationPass
+from trl_ext.ppo.evaluation_pass import EvaluationPass
 from trl_ext.ppo.rollout import Rollout, joined, permuted
 
 NAN = math.nan
@@ -38,7 +38,7 @@ def test_micro_batches_are_joined_in_the_order_of_generation_whatever_became_of_
     order = torch.tensor([3, 1, 5, 0, 2, 4])
     batches = [
         {name: values[order[start : start + 2]] for name, values in rows.items()}
-        | {"step_tokens": torch.tensor(9), "lengths": [(1, 1)] * 2}
+        | {"step_tokens": torch.tensor(9), "token_counts": [(1, 1)] * 2}
         for start in (4, 0, 2)
     ]
     torch.testing.assert_close(joined(batches), rows, rtol=0, atol=0)

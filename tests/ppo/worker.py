@@ -304,7 +304,7 @@ def loss_of(policy, critic, row, config):
         row[key][None, :n] for key in ("old_logprobs", "advantages", "old_values", "returns")
     )
     chosen = logprobs.gather(1, ids[0, -n:, None]).T
-    actor, _ = policy_loss(chosen, old_logprobs, advantages, config.clip_range, config.clip_range)
+    actor, _ = policy_loss(chosen, old_logprobs, advantages, config.resolved_cliprange, config.resolved_cliprange)
     value, _ = value_loss(values[None], old_values, returns, config.cliprange_value)
     entropy = -(logprobs.exp() * logprobs).sum()
     return actor.sum() + config.vf_coef * value.sum() - config.entropy_coef * entropy

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from trl_ext.rewards import CachedReward, ConstitutionReward, EnsembleReward, ScoreWatch
-from trl_ext.rewards.member import TellsFailures
+from trl_ext.rewards.member import MarksFailures
 
 ROWS = 60
 HELD = ("a", "b", "c")
@@ -71,7 +71,7 @@ def test_with_members_that_fail_a_score_is_none_or_no_higher(holding, how):
 def test_what_a_judge_withholds_pays_nowhere_through_a_cache_either():
     asked = []
 
-    class Withholds(TellsFailures):
+    class Withholds(MarksFailures):
         def scores_or_nan(self, prompts, completions, **kwargs):
             asked.append(completions)
             return [None if completion == "0" else math.nan for completion in completions]

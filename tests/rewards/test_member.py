@@ -12,7 +12,7 @@ from trl_ext.rewards import (
     Member,
     RewardFailed,
 )
-from trl_ext.rewards.member import Started, awaited
+from trl_ext.rewards.background import Started, awaited
 
 
 class KeepsAClient:

@@ -10,8 +10,10 @@ from typing import Any
 from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
+from ..evaluation.texts import words_of
 from ..models import answer_rows, context_of, eos_token_ids, prompt_token_ids, sample
-from ..rewards.member import awaited, text_of, words_of
+from ..rewards.background import awaited
+from ..rewards.texts import text_of
 from ..rewards.watches import CompletionLog, RepetitionWatch, numbers_of
 from ..runs.files import JSONLWriter, from_first, on_first
 from ..upstream.names import unwrap_model_for_generation

@@ -350,18 +350,17 @@ class MonitorCallback(TrainerCallback):
         self._notes.append(Finding(what, advice, acts=False, level="notice"))
         return []  # for a caller that has no finding to send
 
-    def read_kl(self, optional: bool = False) -> float | None:
+    def read_kl(self) -> float | None:
         """
         Return this log's KL in nats per completion; a KL per token is multiplied by the mean length, the last known
         one if the log has none.
 
-        Return None if the log has no KL, or if no log has had the length that is needed. If `optional` is True, this
-        raises no notice, see [`MonitorCallback.read`].
+        Return None if the log has no KL, or if no log has had the length that is needed.
         """
-        kl = self.read("kl", optional=optional)
+        kl = self.read("kl")
         if not self.kl_is_per_token:
             return kl
-        self.memory["length"] = length = self.read("length", optional=optional) or self.memory.get("length")
+        self.memory["length"] = length = self.read("length") or self.memory.get("length")
         return None if kl is None or length is None else kl * length
 
     @property
@@ -497,13 +496,13 @@ class MonitorCallback(TrainerCallback):
                 logger.warning(f"The sink {name} could not send an alert: {redacted(str(error))}")
 
 
-def alerts_of(state: Any, level: Level = "alert") -> list[dict[str, Any]]:
+def alerts_of(state: Any) -> list[dict[str, Any]]:
     """
-    Return all monitors' alerts, including those before a resume, each as a dict with the fields of an [`Alert`]; with
-    the level `notice`, return notices instead. `state` is the trainer's state.
+    Return all monitors' alerts, including those before a resume, each as a dict with the fields of an [`Alert`];
+    notices are left out. `state` is the trainer's state.
     """
     sent = state.stateful_callbacks.get(REGISTRY, {}).get("alerts", [])
-    return [alert for alert in sent if alert.get("level", "alert") == level]
+    return [alert for alert in sent if alert.get("level", "alert") == "alert"]
 
 
 def spread_key(key: str) -> str:

@@ -5,7 +5,8 @@ from typing import Any, ClassVar
 
 from trl import ModelConfig, ScriptArguments
 
-from ..runs.settings import check_settings, refuse, setting
+from ..runs.settings import check_settings, setting
+from ..upstream.names import refuse
 from .parser import StrictTrlParser, entry_of
 
 

@@ -2,7 +2,7 @@ from ..upstream import quiet
 
 quiet()  # before the imports below: some libraries print remarks when they are imported
 
-from .centring import centre, centring_shift, head_of
+from ..models.centring import centre, centring_shift, head_of
 from .config import DPOConfig
 from .stages import ResumableRewardTrainer, ResumableSFTTrainer, RewardConfig, SFTConfig
 from .trainer import DPOTrainer

@@ -11,10 +11,10 @@ from ..runs.settings import (
     SavingSettings,
     check_settings,
     documented,
-    refuse,
     resolve_for_device,
     setting,
 )
+from ..upstream.names import refuse
 
 WITHOUT_BETA = {"sft"}
 # Losses that depend on β and the pair's log-ratio margin Δ by their product alone

@@ -112,6 +112,7 @@ class MarginNormalizer:
         self._update_factors()
 
     def _update_factors(self) -> None:
+        """Compute the factors from the moments of the sources that have enough pairs."""
         stacked = torch.stack(self._moments)
         warm = stacked[:, 0] >= self.warmup_pairs
         self.factors = torch.ones(len(self.sources) + 1)

@@ -28,6 +28,8 @@ from .row_means import RowMeans
 
 @dataclass
 class _StageSettings(HidesCredentials, SavingSettings):
+    """Add settings for what a run saves, and resolve those that depend on the device."""
+
     gradient_checkpointing: bool | None = setting(
         None,
         "Older name of `activation_checkpointing`, which should be set instead. If both are unset, on with a GPU.",
@@ -126,6 +128,7 @@ class RecordedRun(RowMeans, ResumableRun):
             self._signature_columns = [*self._signature_columns, *self._pair_columns]
 
     def _warn_of_long_rows(self) -> None:
+        """Warn of rows that are longer than the model's context, if `max_length` does not cut them."""
         context = context_of(self.model)
         if not isinstance(self.train_dataset, Dataset) or (self.args.max_length or math.inf) <= context:
             return

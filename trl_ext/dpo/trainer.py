@@ -23,7 +23,7 @@ from ..functional import (
     sequence_logprobs,
 )
 from ..models.generation import check_savable
-from ..models.weights import check_tokenizer, keep_unpacked, unpatched_copy, weights_identity
+from ..models.weights import check_tokenizer, keep_4bit_layout, unpatched_copy, weights_identity
 from ..upstream.names import check_contract, get_config_model_id, is_deepspeed_zero3_enabled, temporarily
 from .config import DPOConfig
 from .controllers import DriftController, MarginNormalizer, Pairs
@@ -116,7 +116,7 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
         if self.processing_class is self._tokenizer:  # a processor's image tokens need no row of the embeddings
             check_tokenizer(self.model, self._tokenizer)
         for each in filter(None, (self.model, self.ref_model)):
-            keep_unpacked(each)
+            keep_4bit_layout(each)
         self.beta_controller: DriftController | None = None
         if args.beta_controller == "drift":
             if args.drift_horizon is None and not isinstance(train_dataset, Dataset):
@@ -144,13 +144,7 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
             return super().compute_loss(model, inputs, *args, **kwargs)
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
-        """
-        Return TRL's loss with the β of each pair; with `return_outputs`, the loss and the outputs.
-
-        TRL's loss runs the model, then reads β. In between, `_observe_pairs` sets β, and computes the losses that
-        replace TRL's: [`preference_loss`] for `sigmoid` if `replaces_sigmoid`, and `sft` as a mean over the tokens of
-        the optimizer step, where TRL's is a mean over those of a micro-batch.
-        """
+        """Return TRL's loss with the β of each pair; with `return_outputs`, the loss and the outputs."""
         if not self.args.reads_log_probs and "sft" not in self.loss_types:
             result = super()._compute_loss(model, inputs, return_outputs)
         else:
@@ -159,6 +153,7 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
             ours, others = self._split_loss_weights()
             seen: list[Tensor] = []
 
+            # TRL's loss runs the model, then reads β: in between, `_observe_pairs` sets it
             def tapped(**kwargs: Any) -> Any:
                 outputs = model(**kwargs)
                 if kwargs.get("fused_lm_head"):  # else TRL asks for the logits alone, for `compute_metrics`
@@ -182,21 +177,13 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
         return result
 
     def _observe_pairs(
-        self, batch: dict[str, Tensor], columns: dict[str, Tensor], weights: dict[str, float], log_probs: Tensor
+        self,
+        batch: dict[str, Tensor],  # TRL's, with the reference's (B,) log-probs
+        columns: dict[str, Tensor],  # (B,) each: `margin`, `confidence`, `weight`, `source`, if the settings use them
+        weights: dict[str, float],  # of the losses `sigmoid` and `sft`; 0 for one that TRL computes
+        log_probs: Tensor,  # (2B, T), nats, under the policy, chosen completions first
     ) -> Tensor:
-        """
-        Compute the pairs' log-ratios, set their β, and compute with it the losses that replace TRL's; log metrics.
-
-        Args:
-            batch: TRL's batch, with the reference's (B,) log-probs.
-            columns: those of the pairs' columns `margin`, `confidence`, `weight` and `source` that the settings use,
-                (B,) each.
-            weights: weights of the losses `sigmoid` and `sft`, by name; 0 for one that TRL computes.
-            log_probs: (2B, T), nats, of the tokens under the policy, chosen completions first.
-
-        Returns:
-            The weighted sum of the losses that replace TRL's.
-        """
+        """Set the pairs' β from their log-ratios; return the weighted sum of the losses that replace TRL's."""
         pairs = self._log_ratios(log_probs, batch, columns)
         everyones = pairs.gathered(self.accelerator)
 
@@ -213,7 +200,7 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
         logits = preference_logits(pairs.chosen, pairs.rejected, self.beta, offset, self.args.dpop_lambda)
         losses = preference_loss(logits, columns.get("confidence"))
         loss = weights["sigmoid"] * (columns.get("weight", 1.0) * losses).mean()
-        if weights["sft"]:
+        if weights["sft"]:  # a mean over the tokens of the optimizer step; TRL's is over those of a micro-batch
             nll = -masked_sum(*(x.chunk(2)[0] for x in _completion(log_probs, batch)))
             if self.model.training:  # gradients are averaged over micro-batches and processes
                 loss = loss + weights["sft"] * nll / self._mean_chosen_tokens
@@ -244,10 +231,7 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
         return {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
 
     def _split_loss_weights(self) -> tuple[dict[str, float], list[float]]:
-        """
-        Return the weights of `sigmoid` and `sft` by name, 0 for one that TRL computes; and TRL's list of weights, with
-        0 for each loss that is computed here.
-        """
+        """Return the weights of our `sigmoid` and `sft`; and TRL's list of weights, 0 for what is computed here."""
         weights = list(zip(self.loss_types, self.loss_weights, strict=True))
         replaced = {"sft", "sigmoid"} if self.args.replaces_sigmoid else {"sft"}
         ours = {
@@ -273,14 +257,7 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
         return {"nll_loss": self._split_loss_weights()[0]["sft"]} if "sft" in self.loss_types else {}
 
     def _log_ratios(self, log_probs: Tensor, batch: dict[str, Tensor], columns: dict[str, Tensor]) -> Pairs:
-        """
-        Sum log-probs over each completion, subtract the reference's, and return the log-ratios of B pairs.
-
-        Args:
-            log_probs: (2B, T), nats, of the chosen, then the rejected completions' tokens.
-            batch: masks and the reference's log-probs, as TRL collates them.
-            columns: as for `_observe_pairs`; only `source`, the (B,) indices of the pairs' sources, is used.
-        """
+        """Return the log-ratios of B pairs; the arguments are those of `_observe_pairs`."""
         chosen, rejected = sequence_logprobs(*_completion(log_probs, batch), self.ld_alpha).chunk(2)
         no_source = torch.full_like(chosen, -1, dtype=torch.long)
         return Pairs(
@@ -290,10 +267,7 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
         )
 
     def _record(self, beta: float, pairs: Pairs) -> None:
-        """
-        Log `beta`, the β of the loss (with a normalizer also `beta/SOURCE`, the β of each source), and of the (N,)
-        `pairs` of all processes `logps/chosen_delta`, `logps/displacement_rate` and `logps/drift`.
-        """
+        """Log the loss's β, with a normalizer also each source's, and what the (N,) pairs of all processes show."""
         report = {
             "beta": beta,
             "logps/chosen_delta": pairs.chosen.mean().item(),
@@ -371,9 +345,7 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
 
 
 def _completion(log_probs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """
-    Return the `log_probs` (2B, T) without prompt tuning's virtual tokens, and the mask of the completions' tokens in
-    the `batch`.
-    """
+    """Return the (2B, T) log-probs of the batch's tokens, and the mask of its completions' tokens."""
     mask = batch["completion_mask"][:, 1:]
+    # Prompt tuning puts virtual tokens before the others
     return log_probs[:, -mask.shape[1] :], mask

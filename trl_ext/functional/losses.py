@@ -1,7 +1,7 @@
 """Compute PPO's losses for each token, and the importance weights of tokens that another policy sampled.
 
-Average the losses with `masked_mean` and the global token count. They take no mask, so masked positions need finite
-inputs (fill log-probs with 0, say). `masked_mean` sends a zero gradient to masked positions; the ratio multiplies that
+Average the losses by their `masked_sum` and the global token count. They take no mask, so masked positions need finite
+inputs (fill log-probs with 0, say). `masked_sum` sends a zero gradient to masked positions; the ratio multiplies that
 gradient, and 0 * inf would be NaN.
 """
 

@@ -28,23 +28,19 @@ def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask.bool(), values, 0.0).sum()
 
 
-def masked_mean(values: Tensor, mask: Tensor, count: Tensor | float | None = None) -> Tensor:
-    """Average over the real tokens: sum_{b,t} m_bt x_bt / max(count, 1), 0 without a real token.
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Average over the real tokens: sum_{b,t} m_bt x_bt / max(sum_{b,t} m_bt, 1), 0 without a real token.
+
+    For the mean over several micro-batches and ranks, add up their [`masked_sum`]s and divide by their token count.
 
     Args:
         values: (B, T) or any shape, any unit; a bool counts as 0 or 1.
         mask: the shape of values, 1 = real token.
-        count: scalar, the number of tokens to divide by; None divides by the number of real tokens in `mask`. With the
-            number over all micro-batches and ranks, the results of the micro-batches *add up* to the mean over all.
 
     Returns:
         Scalar, dtype as in `masked_sum`.
     """
-    total = masked_sum(values, mask)
-    if count is None:
-        count = mask.bool().sum()
-    count = torch.as_tensor(count, dtype=total.dtype, device=total.device)
-    return total / count.clamp(min=1)
+    return masked_sum(values, mask) / mask.bool().sum().clamp(min=1)
 
 
 def position_ids(attention_mask: Tensor) -> Tensor:

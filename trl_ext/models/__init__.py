@@ -7,5 +7,5 @@ from .generation import answer_rows, answer_texts, completion_logprobs, eos_toke
 from .lm_head import add_dense_lm_head, lm_head_in_place
 from .loading import base_of, fit_vocabulary, has_head, is_adapter, load_config, load_merged, load_model
 from .loading import load_tokenizer, merge
-from .weights import base_model_of, check_same_ids, context_of, disable_dropout, keep_unpacked, path_identity
+from .weights import base_model_of, check_same_ids, context_of, disable_dropout, keep_4bit_layout, path_identity
 from .weights import tokenizer_identity, vocabulary_of

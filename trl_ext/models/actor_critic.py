@@ -122,7 +122,7 @@ def check_critic(critic: Any, tokenizer: Any) -> None:
         )
 
 
-def positions(model: nn.Module, attention_mask: Tensor | None, given: Tensor | None = None) -> dict[str, Tensor]:
+def position_kwargs(model: nn.Module, attention_mask: Tensor | None, given: Tensor | None = None) -> dict[str, Tensor]:
     """
     Return `{"position_ids": positions}` for a model's forward, so that padding does not change a row's outputs.
 
@@ -183,7 +183,7 @@ def add_value_forward(critic: Any) -> None:
     ) -> Any:
         if predicts is None:
             return scores(input_ids, attention_mask, position_ids=position_ids, **kwargs)
-        where = positions(self.base_model, attention_mask, position_ids)
+        where = position_kwargs(self.base_model, attention_mask, position_ids)
         return {"values": _values(self.base_model, self.score, input_ids, attention_mask, predicts, **where)}
 
     model.forward = types.MethodType(forward, model)
@@ -270,7 +270,7 @@ class ActorCritic(nn.Module):
             return self.rewards[reward](input_ids, attention_mask)
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
         if predicts is None:
-            return self.policy(**inputs, **positions(self.policy, attention_mask, position_ids), **kwargs)
+            return self.policy(**inputs, **position_kwargs(self.policy, attention_mask, position_ids), **kwargs)
         outputs: dict[str, Any] = {}
         uncast = self.adapters.inputs_as_they_are(input_ids.device.type) if self.adapters else nullcontext()
         with uncast:
@@ -283,7 +283,7 @@ class ActorCritic(nn.Module):
             if with_logprobs:
                 output = self.policy(
                     **inputs,
-                    **positions(self.policy, attention_mask, position_ids),
+                    **position_kwargs(self.policy, attention_mask, position_ids),
                     predicts=predicts,
                     targets=targets,
                     fused_lm_head=True,
@@ -313,13 +313,13 @@ class ActorCritic(nn.Module):
         """
         if self.shares_base:
             backbone = self.critic.backbone
-            where = positions(self.policy, attention_mask, position_ids)
+            where = position_kwargs(self.policy, attention_mask, position_ids)
         else:
             vocabulary = vocabulary_of(self.critic)
             if vocabulary < vocabulary_of(self.policy):  # the policy may sample ids that belong to no token
                 input_ids = input_ids.clamp(max=vocabulary - 1)
             backbone = self.critic.base_model
-            where = positions(backbone, attention_mask, position_ids)
+            where = position_kwargs(backbone, attention_mask, position_ids)
         return _values(backbone, self.critic.score, input_ids, attention_mask, places, **where)
 
     @property

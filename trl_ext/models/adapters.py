@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..upstream.names import AuxiliaryTrainingWrapper, BaseTunerLayer, temporarily
+from ..upstream.names import AuxiliaryTrainingWrapper, BaseTunerLayer, refuse, temporarily
 from .weights import base_model_of, hash_of, hub_identity, weights_hash
 
 if TYPE_CHECKING:
@@ -154,30 +154,29 @@ def check_config(config: Any, name: str, shares_base: bool = True) -> None:
         shares_base: whether other adapters will be on the same base.
     """
     is_lora = isinstance(config, peft.LoraConfig)
-    for is_wrong, message in [
+    unusable = f"`{name}` ({type(config).__name__}) cannot be used:"
+    refuse(
         (
             config.is_prompt_learning or config.is_adaption_prompt,
-            "a learned prompt would shift the positions of log-probs and values. Use a `LoraConfig`.",
+            f"{unusable} a learned prompt would shift the positions of log-probs and values. Use a `LoraConfig`.",
         ),
         (
             shares_base and not is_lora,
-            "actor and critic can share a base only with LoRA. Use a `LoraConfig`, or pass a critic with a base of "
-            "its own as `value_model=`.",
+            f"{unusable} actor and critic can share a base only with LoRA. Use a `LoraConfig`, or pass a critic with "
+            "a base of its own as `value_model=`.",
         ),
         (
             is_lora and config.bias != "none",
-            f"bias={getattr(config, 'bias', None)!r} trains the base's biases, and so changes the reference. Use "
-            "bias='none'.",
+            f"{unusable} bias={getattr(config, 'bias', None)!r} trains the base's biases, and so changes the "
+            "reference. Use bias='none'.",
         ),
         (
             is_lora and (config.init_lora_weights not in _KEEP_THE_BASE or config.layer_replication),
-            f"init_lora_weights={getattr(config, 'init_lora_weights', None)!r} or layer_replication changes the base, "
-            "so that the base alone is no longer the reference. Use init_lora_weights=True and no layer_replication, "
-            "or merge that adapter first (`trl-ext merge`).",
+            f"{unusable} init_lora_weights={getattr(config, 'init_lora_weights', None)!r} or layer_replication "
+            "changes the base, so that the base alone is no longer the reference. Use init_lora_weights=True and no "
+            "layer_replication, or merge that adapter first (`trl-ext merge`).",
         ),
-    ]:
-        if is_wrong:
-            raise ValueError(f"`{name}` ({type(config).__name__}) cannot be used: {message}")
+    )
 
 
 def check_modules(policy: Any, name: str) -> None:
@@ -212,13 +211,15 @@ def prepare_peft_model(model: Any, shares_base: bool) -> None:
     model.set_adapter(POLICY)
     taken = [name for name in model.peft_config if name in (REFERENCE, CRITIC) or name.startswith("reward_")]
     base = [n for n, p in model.named_parameters() if p.requires_grad and f".{POLICY}" not in n]
-    for is_wrong, message in [
-        (is_merged, "has its adapter merged into the base. Call `model.unmerge_adapter()` first."),
-        (taken, f"has the adapters {taken}, whose names the trainer uses itself. Load it again without them."),
-        (base, f"trains weights outside its adapter, such as {base[:1]}, which the reference shares: freeze them."),
-    ]:
-        if is_wrong:
-            raise ValueError(f"`model` {message}")
+    refuse(
+        (is_merged, "`model` has its adapter merged into the base. Call `model.unmerge_adapter()` first."),
+        (taken, f"`model` has the adapters {taken}, whose names the trainer uses itself. Load it again without them."),
+        (
+            base,
+            f"`model` trains weights outside its adapter, such as {base[:1]}, which the reference shares: freeze "
+            "them.",
+        ),
+    )
 
 
 # ---- Adding them ----

@@ -22,6 +22,7 @@ from ..upstream.names import (
     is_deepspeed_zero3_enabled,
     prepare_deepspeed,
     prepare_fsdp,
+    refuse,
     temporarily,
 )
 from .adapters import HEAD, POLICY, AdapterSwitch, check_config, check_loaded, recorded_base
@@ -120,20 +121,18 @@ def load_adapted(
     with _ON_EACH_PROCESS() if is_classifier else nullcontext():
         model = create_model_from_path(base, auto, revision=base_revision or "main", **labels, **kwargs)
     weights = load_peft_weights(path, device="cpu", revision=revision)
-    for is_wrong, message in [
+    refuse(
         (
             kind != ("SEQ_CLS" if is_classifier else "CAUSAL_LM") and not (needs_head and is_trainable),
-            f"is an adapter of task type {kind}, but a "
+            f"{path} is an adapter of task type {kind}, but a "
             f"{'sequence classifier' if is_classifier else 'causal language model'} is needed here.",
         ),
         (
             is_trainable and bool(_saved_embeddings(model, weights)),
-            "was saved with its own embeddings: merge it first (`trl-ext merge`), and train the merged model.",
+            f"{path} was saved with its own embeddings: merge it first (`trl-ext merge`), and train the merged model.",
         ),
-        (needs_head and not is_whole, "cannot get a head under ZeRO-3: merge it first (`trl-ext merge`)."),
-    ]:
-        if is_wrong:
-            raise ValueError(f"{path} {message}")
+        (needs_head and not is_whole, f"{path} cannot get a head under ZeRO-3: merge it first (`trl-ext merge`)."),
+    )
     fit_vocabulary(model, weights)
     kinds = {"config": config, "autocast_adapter_dtype": is_whole}  # ZeRO-3 gathers parameters of one dtype only
     if needs_head:  # PEFT cannot load a classifier's adapter without a head

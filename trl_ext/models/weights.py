@@ -136,7 +136,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
-def keep_unpacked(model: nn.Module) -> None:
+def keep_4bit_layout(model: nn.Module) -> None:
     """
     Keep bitsandbytes from packing 4-bit weights into a layout that passes no gradient on.
 

@@ -6,7 +6,8 @@ from .config import PPOConfig
 from .critic_trainer import CriticConfig, CriticTrainer, load_critic
 from .roles import check_roles
 from .rollout import Rollout
-from .saved_rollouts import check_apart, score_rollouts, with_finished, with_returns
+from .reward_calls import score_rollouts
+from .saved_rollouts import check_apart, with_finished, with_returns
 from .trainer import PPOTrainer
 from .vllm import ServerLost
 

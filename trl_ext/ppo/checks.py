@@ -9,8 +9,7 @@ from datasets import Dataset
 from torch import nn
 
 from ..models.weights import context_of
-from ..runs.settings import refuse
-from ..upstream.names import get_callable_name, get_config_model_id
+from ..upstream.names import get_callable_name, get_config_model_id, refuse
 from .config import PPOConfig
 
 Datasets = list[tuple[str, Dataset]]
@@ -25,7 +24,6 @@ def listed(reward_funcs: Any, tokenizers: Any, policy_tokenizer: Any) -> tuple[l
     Args:
         reward_funcs: one reward, a list of them, or None for none.
         tokenizers: one tokenizer for all rewards, a list with one or None for each, or None.
-        policy_tokenizer: the policy's.
     """
     rewards = list(reward_funcs or []) if isinstance(reward_funcs, (list, tuple, type(None))) else [reward_funcs]
     tokenizers = list(tokenizers) if isinstance(tokenizers, (list, tuple)) else [tokenizers] * len(rewards)
@@ -149,8 +147,6 @@ def check_prompt_lengths(
 
     Args:
         tokenize: takes prompts, and returns a tuple that begins with a list of the token ids of each.
-        policy: the policy, whose configuration has the length of its context.
-        max_completion_length: tokens that a completion may have.
         datasets: names and datasets of prompts.
     """
     context = context_of(policy)

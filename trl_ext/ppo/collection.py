@@ -16,7 +16,11 @@ from ..models.generation import padded
 from ..models.weights import base_model_of, context_of, evaluating, gathered_by_zero3, kept_by_fsdp2
 from ..upstream.names import disable_gradient_checkpointing, pad, temporarily, use_adapter
 from .environments import Calls
-from .rollout import Rollout, lengths_of, onto_policy_tokens, sequence_scores, summed_token_scores
+from .metrics import PPOMetrics
+from .passes import Passes
+from .reward_calls import DeferredErrors
+from .rollout import Rollout, onto_policy_tokens, sequence_scores, summed_token_scores, token_counts_of
+from .vllm import RolloutsAhead, ServerGuard
 
 
 @dataclass
@@ -66,6 +70,16 @@ class RolloutTrainer(GRPOTrainer):
     """
 
     _collection: Collection  # while a rollout is collected
+    # `PPOTrainer` sets these when it is built, and `_ahead` in `train`
+    _errors: DeferredErrors  # of reward functions, environments and vLLM, to be raised on all processes
+    _passes: Passes
+    metrics: PPOMetrics
+    _vllm_server: ServerGuard | None  # None if vLLM runs in this process; without vLLM it is not set
+    _ahead: RolloutsAhead | None  # None unless it trains with `rollouts_ahead`
+
+    @property
+    def _actor_critic(self) -> Any:
+        return self.accelerator.unwrap_model(self.model)
 
     def _collect(self, inputs: list[dict[str, Any]]) -> Rollout:
         """Let TRL generate and score completions of the dataset rows `inputs`; return all that PPO needs of them."""
@@ -82,6 +96,7 @@ class RolloutTrainer(GRPOTrainer):
     # ---- Completions ----
 
     def _generate(self, prompts: list) -> tuple:
+        """Let TRL sample whole completions, tools' texts included, and keep what PPO needs of them."""
         collection = self._collection
         if self.environments is not None:
             self._errors.raise_everywhere(self.state.global_step)  # of `reset`
@@ -106,6 +121,7 @@ class RolloutTrainer(GRPOTrainer):
     def _generate_single_turn(
         self, prompt_ids: list, *args: Any, **kwargs: Any
     ) -> tuple[list[list[int]], list[list[float]] | None]:
+        """Sample one turn of each row; keep the tokens of the first turn."""
         collection = self._collection
         collection.calls.turn += 1
         self._check_room(prompt_ids)
@@ -117,10 +133,7 @@ class RolloutTrainer(GRPOTrainer):
         return completion_ids, logprobs
 
     def _check_room(self, prompt_ids: list[list[int]]) -> None:
-        """
-        Raise a `RuntimeError` on all processes if an environment's `reset` made a prompt so long that the policy's
-        context has no room for a completion. `prompt_ids` has each row's tokens.
-        """
+        """Raise a `RuntimeError` on all processes if `reset` made a prompt too long for the policy's context."""
         if self.environments is None:
             return
         longest = max(map(len, prompt_ids))
@@ -133,17 +146,17 @@ class RolloutTrainer(GRPOTrainer):
             self._errors.raise_everywhere(self.state.global_step)
 
     def _generate_completions(
-        self, prompt_ids: list, *args: Any, **kwargs: Any
+        self,
+        prompt_ids: list,  # each row's tokens so far: prompt, earlier turns, tools' texts
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple[list[list[int]], list[list[float]] | None]:
-        """
-        Generate one turn for each row. `prompt_ids` has each row's tokens so far: prompt, earlier turns, tools' texts.
-
-        Return two lists: each row's new tokens, and these tokens' log-probs, nats (None if they are not kept).
-        """
+        """Generate one turn; return each row's new tokens, and their log-probs, nats (None if not kept)."""
         generate = super()._generate_single_turn
         padding = [[self._tokenizer.pad_token_id]]
         if self._ahead is not None:
             if self.model.training:
+                assert self._vllm_server is not None
                 return self._vllm_server.answered(self._ahead.take(prompt_ids))
             self._ahead.wait_for_all()  # TRL may send the server new weights
         with self.metrics.timed("generate"):
@@ -170,10 +183,7 @@ class RolloutTrainer(GRPOTrainer):
             return completion_ids, None if recorder is None else recorder.take(completion_ids)
 
     def _tokens_left(self, prompt_ids: list[list[int]]) -> int:
-        """
-        Return how many tokens to generate in this turn: enough for the row that may still get the most tokens.
-        `prompt_ids` has each row's tokens so far.
-        """
+        """Return how many tokens to generate in this turn: as many as any row may still get."""
         # If a row with less room generates too many tokens, TRL cuts them off
         collection = self._collection
         limit = self.max_completion_length
@@ -184,6 +194,7 @@ class RolloutTrainer(GRPOTrainer):
         return max(1, min(limit, self.max_completion_length))
 
     def _gathered_for_generation(self) -> AbstractContextManager:
+        """Return a context in which a sharded policy is whole on each process, if a setting asks for it."""
         if not self.args.ds3_gather_for_generation:
             return nullcontext()
         policy = self._actor_critic.policy
@@ -192,6 +203,7 @@ class RolloutTrainer(GRPOTrainer):
         return kept_by_fsdp2(policy)
 
     def _tool_call_loop(self, *args: Any, **kwargs: Any) -> tuple:
+        """Let TRL run the turns after the first; then keep generating until each process has had its last one."""
         self._collection.calls.turn = 0  # also of a `rollout_func`, which has sampled the first turn by itself
         output = super()._tool_call_loop(*args, **kwargs)
         while self._generates_together and self._agree_on_rows(0):  # other processes have more turns than this one
@@ -201,11 +213,9 @@ class RolloutTrainer(GRPOTrainer):
 
     @property
     def _generates_together(self) -> bool:
-        """
-        Return whether all processes must generate at the same time, because weights are sharded, or because vLLM
-        generates for several processes at once.
-        """
+        """Return whether all processes must call `generate` at the same time."""
         is_sharded = self._dist.is_zero3 or self.is_fsdp_enabled
+        # One vLLM generates for several processes
         gathers = self.use_vllm and (self.vllm_mode == "server" or self.args.vllm_tensor_parallel_size > 1)
         return self.accelerator.num_processes > 1 and (is_sharded or gathers)
 
@@ -218,18 +228,16 @@ class RolloutTrainer(GRPOTrainer):
     @property
     def _keeps_logprobs(self) -> bool:
         """Return whether to keep the sampler's log-probs, which training or metrics need."""
-        return self._trusts_sampler or self.args.another_samples or self.args.importance_correction != "none"
+        return self._trusts_sampler or self.args.may_sample_off_policy or self.args.importance_correction != "none"
 
     @property
     def _trusts_sampler(self) -> bool:
-        """
-        Return whether to use the sampler's log-probs instead of computing them by a forward pass of the policy.
-        """
+        """Return whether to use the sampler's log-probs instead of computing them by a pass of the policy."""
         args = self.args
         if args.old_logprobs != "auto":
             is_trusted = args.old_logprobs == "sampler"
         else:
-            is_plain = not args.another_samples and args.importance_correction == "none"
+            is_plain = not args.may_sample_off_policy and args.importance_correction == "none"
             policy = base_model_of(self._actor_critic.policy)
             is_quantized = getattr(policy.config, "quantization_config", None) is not None
             is_exact = self.accelerator.mixed_precision == "no" and policy.dtype == torch.float32 and not is_quantized
@@ -240,12 +248,7 @@ class RolloutTrainer(GRPOTrainer):
     # ---- Passes and scores ----
 
     def _calculate_rewards(self, inputs: list, prompts: list, completions: list, completion_ids_list: list) -> Tensor:
-        """
-        Run policy, critic and reference, then the F reward functions; return the (rows of all processes, F) rewards.
-
-        Reward functions that run in the background start before the models. The arguments are TRL's: rows, prompts,
-        completions and the completions' tokens.
-        """
+        """Run the models, then the F reward functions; return the (rows of all processes, F) rewards."""
         collection = self._collection
         own = [{"prompt_ids": p, "finished": e} for p, e in zip(collection.prompt_ids, collection.ended, strict=True)]
         rows = [{**row, **columns} for row, columns in zip(inputs, own, strict=True)]
@@ -255,21 +258,17 @@ class RolloutTrainer(GRPOTrainer):
             columns["environments"] = self.environments
         columns |= {"prompts": prompts, "completions": completions, "completion_ids": collection.completion_ids}
         given = {key: value for key, value in columns.items() if key not in ("prompt", "completion")}  # as TRL's are
-        for function in self.reward_funcs:
+        for function in self.reward_funcs:  # those that run in the background start before the models
             function.start(self.metrics.timed("score_wait"), **given, trainer_state=self.state)
 
+        # TRL has padded and masked the same tokens, but its tensors are local to the method that calls this one
         collection.tensors = self._padded(collection)
         collection.passes = self._run_passes(collection.tensors, self._sampler_logprobs(collection))
         collection.rewards_per_func = self._scored(rows, prompts, completions, completion_ids_list)
         return collection.rewards_per_func
 
     def _padded(self, collection: Collection) -> dict[str, Tensor]:
-        """
-        Pad a collection's prompts on the left, to (B, P), and its completions on the right, to (B, T).
-
-        Return a dict with `prompt_ids`, `prompt_mask`, `completion_ids`, `completion_mask` and, if the collection has
-        one, `tool_mask`, as [`Rollout`] describes them.
-        """
+        """Return ids and masks by their names in [`Rollout`]: prompts padded on the left, completions on the right."""
         pad_id = self._tokenizer.pad_token_id
         completion_ids = collection.completion_ids
         device = self.accelerator.device
@@ -286,12 +285,7 @@ class RolloutTrainer(GRPOTrainer):
         return tensors
 
     def _sampler_logprobs(self, collection: Collection) -> Tensor | None:
-        """
-        Return the sampler's (B, T) log-probs of a `collection`'s completions, nats.
-
-        Return None if the log-prob of any token on any process is unknown. If training needs the log-probs, raise a
-        `RuntimeError` instead.
-        """
+        """Return the sampler's (B, T) log-probs, nats; None if that of any token on any process is unknown."""
         mask = collection.tensors["completion_mask"]
         logprobs = None
         if self._keeps_logprobs and collection.is_as_sampled:
@@ -313,26 +307,17 @@ class RolloutTrainer(GRPOTrainer):
         return None
 
     def _run_passes(self, tensors: dict[str, Tensor], sampled: Tensor | None) -> dict[str, Tensor | None]:
-        """
-        Run policy, critic and reference on a rollout.
-
-        Args:
-            tensors: the rollout's ids and masks, as `_padded` returns them.
-            sampled: (B, T) log-probs of the sampler, nats; None if they are not known.
-
-        Returns:
-            The fields `logprobs`, `ref_logprobs`, `values` and `sampler_logprobs` of [`Rollout`], by name; None for
-            each that is not used.
-        """
+        """Run policy, critic and reference; return their fields of [`Rollout`], given what `_padded` returned."""
+        # `sampled` are the sampler's (B, T) log-probs, nats; None if they are not known
         args = self.args
         mask = tensors["completion_mask"]
         ids = torch.cat([tensors["prompt_ids"], tensors["completion_ids"]], dim=1)
-        lengths = lengths_of(tensors["prompt_mask"], mask)
+        counts = token_counts_of(tensors["prompt_mask"], mask)
         width = mask.size(1)
         is_trusted = sampled is not None and self._trusts_sampler
         asked = {"with_logprobs": not is_trusted, "with_values": self.model.training and args.baseline != "mean"}
         run = functools.partial(
-            self._passes, ids=ids, lengths=lengths, width=width, size=args.local_rollout_forward_batch_size
+            self._passes, ids=ids, token_counts=counts, width=width, size=args.local_rollout_forward_batch_size
         )
         found: dict[str, Tensor] = {}
         unchecked = disable_gradient_checkpointing(self.model, args.gradient_checkpointing_kwargs)
@@ -349,10 +334,7 @@ class RolloutTrainer(GRPOTrainer):
         }
 
     def _run_reference(self, run: Any) -> Tensor:
-        """
-        Return the reference's (B, T) log-probs, nats. `run(model)` runs a model on the rollout, and returns a dict
-        with the model's `logprobs`.
-        """
+        """Return the reference's (B, T) log-probs, nats; `run(model)` runs a model on the rollout."""
         if self.ref_model is not None:
             return run(self.ref_model)["logprobs"]
         # Else it is the policy with its adapter `ref`, or if there is none, with all adapters off
@@ -364,13 +346,8 @@ class RolloutTrainer(GRPOTrainer):
         return None, None, None  # GRPO asks for log-probs where it may need them; our passes compute them
 
     def _scored(self, rows: list, prompts: list, completions: list, completion_ids: list) -> Tensor:
-        """
-        Call the F reward functions with TRL's arguments; functions that run in the background are called last.
-
-        Return the (rows of all processes, F) rewards, in the order of `reward_funcs`. Errors are raised on all
-        processes.
-        """
-        # Those in the background already run in threads, and a call waits for their scores
+        """Call the F reward functions; return the (rows of all processes, F) rewards, or raise on all processes."""
+        # Those in the background are called last: they already run in threads, and a call waits for their scores
         order = sorted(range(len(self.reward_funcs)), key=lambda place: self.reward_funcs[place].in_background)
         functions = [self.reward_funcs[i] for i in order]
         names = [self.reward_func_names[i] for i in order]
@@ -422,11 +399,7 @@ class RolloutTrainer(GRPOTrainer):
         )
 
     def _played(self, rows: list[dict[str, Any]], device: Any) -> dict[str, Tensor]:
-        """
-        Return for each environment's name a (B,) mask of the rows that were played in that environment.
-
-        All processes get the same names.
-        """
+        """Return for each environment's name a (B,) mask of its rows; all processes get the same names."""
         if self.environments is None:
             return {}
         if None in self.environment_factories:  # TRL's name for the environment, if there is only one

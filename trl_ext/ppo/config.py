@@ -14,10 +14,10 @@ from ..runs.settings import (
     check_score_settings,
     check_settings,
     documented,
-    refuse,
     resolve_for_device,
     setting,
 )
+from ..upstream.names import refuse
 
 logger = logging.get_logger(__name__)
 
@@ -395,13 +395,8 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
             logger.warning_once(f"`baseline='mean'` has no critic, so {without} have no effect.")
 
     def _check(self, given: tuple[int | None, int | None], steps: int) -> None:
-        """
-        Raise a `ValueError` if settings contradict each other: one would be ignored, or training would go wrong.
-
-        Args:
-            given: `steps_per_generation` and `generation_batch_size` as the user set them.
-            steps: optimizer steps that `total_episodes` makes.
-        """
+        """Raise a `ValueError` if settings contradict each other: one would be ignored, or would train wrongly."""
+        # `given` are the user's `steps_per_generation` and `generation_batch_size`; `steps` those of `total_episodes`
         kwargs = self.generation_kwargs or {}
         changed = self._changes_to_sampler
         refused = sorted(REFUSED_GENERATION_KWARGS & kwargs.keys())
@@ -474,7 +469,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
         )
 
     @property
-    def clip_range(self) -> float:
+    def resolved_cliprange(self) -> float:
         """
         Return `cliprange`. If it is unset, return 0.4 where `kl_coef` is 0 and `epsilon_high` is unset, else 0.2.
         """
@@ -483,7 +478,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
         return 0.4 if self.kl_coef == 0 and self.epsilon_high is None else 0.2
 
     @property
-    def another_samples(self) -> bool:
+    def may_sample_off_policy(self) -> bool:
         """
         Return whether completions may be sampled from another distribution than that of the policy before the update.
         """
@@ -492,6 +487,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
 
     @property
     def _changes_to_sampler(self) -> dict[str, Any]:
+        """Return the settings, with their values, by which a token's distribution is not the policy's."""
         kwargs = self.generation_kwargs or {}
         changes = {name: value for name, value in kwargs.items() if name not in NEUTRAL_GENERATION_KWARGS}
         neutral = {"top_p": (1.0, None), "top_k": (0, None), "min_p": (0.0, None), "repetition_penalty": (1.0, None)}
@@ -510,12 +506,12 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
         """Return `importance_sampling_mode`, with `"auto"` replaced by the mode that it stands for in this run."""
         if self.importance_sampling_mode != "auto":
             return self.importance_sampling_mode
-        return "token_truncate" if self.another_samples and self.old_logprobs != "sampler" else "none"
+        return "token_truncate" if self.may_sample_off_policy and self.old_logprobs != "sampler" else "none"
 
     @property
     def needs_sampler_logprobs(self) -> bool:
         """Return whether training needs the log-probs under which the completions were sampled."""
-        return self.importance_correction != "none" or (self.old_logprobs == "sampler" and self.another_samples)
+        return self.importance_correction != "none" or (self.old_logprobs == "sampler" and self.may_sample_off_policy)
 
     @property
     def steps_per_rollout(self) -> int:

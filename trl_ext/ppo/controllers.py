@@ -5,6 +5,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from datasets import Dataset
 from torch import Tensor
 from transformers.utils import logging
 
@@ -19,7 +20,10 @@ from ..functional import (
     whiten,
     whitening_scale,
 )
+from ..upstream.names import is_conversational
 from .config import PPOConfig
+from .reward_calls import score_rollouts
+from .rollout import sequence_scores
 
 logger = logging.get_logger(__name__)
 
@@ -323,12 +327,49 @@ class RewardNormalizer:
 
 
 def _merge(seen: Tensor, scores: Tensor) -> Tensor:
+    """Add the scores that are not NaN to the moments `seen`."""
     return merge_moments(torch.stack([seen, moments(scores, ~scores.isnan())]))
 
 
 def _standardise(scores: Tensor, score_moments: Tensor) -> tuple[Tensor, Tensor]:
+    """Whiten (N,) scores by these moments; return them with the (N,) factors that multiplied them. NaN stays NaN."""
     valid = ~scores.isnan()
     # Where all scores are equal, their deviation says nothing about the scores of single tokens
     scale = whitening_scale(score_moments) if variance(score_moments) > _NO_VARIANCE else torch.ones(())
     scale = scale.to(scores).expand_as(scores)
     return whiten(scores, valid, score_moments).masked_fill(~valid, torch.nan), scale
+
+
+def mean_demonstration_score(trainer: Any) -> float:
+    """
+    Return the mean weighted score of the demonstrations in a [`PPOTrainer`]'s training set: of the completions in its
+    column `completion`, each ended by EOS.
+    """
+    tokenizer = trainer._tokenizer
+    rows = list(trainer.train_dataset)
+    prompt_ids = trainer._tokenize_prompts([row["prompt"] for row in rows])[0]
+    texts = [
+        row["completion"] if isinstance(row["completion"], str) else row["completion"][-1]["content"] for row in rows
+    ]
+    completion_ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    is_chat = is_conversational(rows[0])
+    demonstrations = [
+        {
+            **row,
+            "completion": [{"role": "assistant", "content": text}] if is_chat else text,
+            "prompt_ids": asked,
+            "completion_ids": [*ids, tokenizer.eos_token_id],
+            "finished": True,
+        }
+        for row, text, asked, ids in zip(rows, texts, prompt_ids, completion_ids, strict=True)
+    ]
+    weights = trainer.reward_weights
+    weighted = [function for function, weight in zip(trainer.reward_funcs, weights, strict=True) if weight != 0]
+    rewards, _ = score_rollouts(
+        Dataset.from_list(demonstrations),
+        [each.function for each in weighted],
+        [each.name for each in weighted],
+        trainer.args.local_rollout_forward_batch_size,
+    )
+    scores = sequence_scores(rewards, weights[weights != 0], torch.ones(len(rewards), dtype=torch.bool))
+    return scores.nanmean().item()

@@ -31,7 +31,7 @@ from ..runs.settings import (
     setting,
 )
 from .config import ReturnSettings
-from .evaluation import EvaluationPass
+from .evaluation_pass import EvaluationPass
 from .metrics import Accumulator
 from .passes import Passes
 
@@ -148,7 +148,7 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
         - `input_ids`: (B, P + T), prompt and completion.
         - `labels`: (B, T), the completion's token ids, and -100 for padding.
         - `returns`: (B, T), score units; 0 for padding.
-        - `lengths`: a list with a pair for each row: its number of prompt tokens, and of completion tokens.
+        - `token_counts`: a list with a pair for each row: its number of prompt tokens, and of completion tokens.
     """
     prompts = [torch.tensor(row["prompt_ids"]) for row in rows]
     labels = [torch.tensor(row["completion_ids"]) for row in rows]
@@ -160,7 +160,7 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
         ),
         "labels": padded,
         "returns": pad_sequence(returns, batch_first=True),
-        "lengths": [(len(prompt), len(completion)) for prompt, completion in zip(prompts, labels, strict=True)],
+        "token_counts": [(len(prompt), len(completion)) for prompt, completion in zip(prompts, labels, strict=True)],
     }
 
 
@@ -205,7 +205,7 @@ class CriticTrainer(ResumableRun, Trainer):
         self._passes = Passes(self.accelerator, args)
         self._train = Accumulator()
         self._eval = Accumulator()
-        self._evaluation: EvaluationPass | None = None  # while evaluating
+        self._evaluation: EvaluationPass | None = None  # of the last evaluation; None before the first
         ConsoleCallback.replace(self)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
@@ -234,9 +234,10 @@ class CriticTrainer(ResumableRun, Trainer):
         return (loss, {"values": values}) if return_outputs else loss
 
     def _values(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        """Return the critic's (B, T) values of a batch."""
         ids = inputs["input_ids"]
         width = inputs["labels"].size(1)
-        return self._passes(model, ids, [tuple(row) for row in inputs["lengths"]], width)["values"]
+        return self._passes(model, ids, [tuple(row) for row in inputs["token_counts"]], width)["values"]
 
     def _observe(self, stats: Accumulator, values: Tensor, returns: Tensor, mask: Tensor) -> None:
         stats.add("residuals", returns - values, mask)
@@ -278,11 +279,7 @@ class CriticTrainer(ResumableRun, Trainer):
         super().log(logs, *args, **kwargs)
 
     def _report(self, stats: Accumulator) -> dict[str, float]:
-        """
-        Return `loss/value_avg`, `val/rmse` and, unless all returns are equal, `val/explained_variance`.
-
-        They are computed from the entries in `stats` of all processes, which are then deleted; {} without entries.
-        """
+        """Return the metrics of the entries in `stats`, over all processes, and delete the entries."""
         moments = stats.pop(self.accelerator)
         if not moments:  # a resumed run may log before its first step
             return {}

@@ -24,6 +24,8 @@ class TooSlow(TimeoutError):
 
 @contextmanager
 def _alarm(seconds: float, what: str) -> Iterator[None]:
+    """Raise [`TooSlow`] in the main thread, within the `with` block, once these seconds are over."""
+
     def expired(*_: Any) -> None:
         raise TooSlow(f"{what} took more than {seconds:g} s (`tool_timeout`)")
 
@@ -114,6 +116,7 @@ class Calls:
         ]
 
     def _wrapped(self, row: int, tool: Callable, environment: Any) -> Callable:
+        """Return the tool, async if it was, with a limit of time and followed by the environment's reward."""
         what = f"tool {getattr(tool, '__name__', type(tool).__name__)}"
 
         @functools.wraps(tool)
@@ -130,10 +133,7 @@ class Calls:
 
     @contextmanager
     def _rewarding(self, row: int, what: str, environment: Any) -> Iterator[None]:
-        """
-        After the tool call in the `with` block, ask the environment, if it has `_step_reward`, for a reward of row
-        `row`. If the tool calls `exit`, raise a `RuntimeError`, whose message calls the tool `what`.
-        """
+        """After the tool call in the `with` block, ask the environment for a reward, if it has `_step_reward`."""
         try:
             yield
         except SystemExit as error:
@@ -198,9 +198,7 @@ def guarded(factory: Callable[[], Any], timeout: float | None, errors: DeferredE
     and `get_reward` are limited in time. An instance with `__slots__` keeps its methods, as they cannot be wrapped.
 
     Args:
-        factory: a class, or a function without arguments.
         timeout: seconds that `reset` and `get_reward` may take; None for no limit.
-        errors: collects the errors.
     """
 
     def make() -> Any:

@@ -45,7 +45,6 @@ def raise_not_finite(trainer: Any, whose: str, what_is_left: str) -> None:
     Raise a `FloatingPointError` on all processes; name the metrics that are NaN or infinite on at least one process.
 
     Args:
-        trainer: the [`PPOTrainer`].
         whose: what has the gradient, such as "policy".
         what_is_left: a sentence for the message on where usable weights may be.
     """

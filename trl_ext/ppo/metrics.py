@@ -86,7 +86,6 @@ class PPOMetrics:
     Collect the metrics of a run, and return them when the trainer logs.
 
     Args:
-        accelerator: the trainer's accelerator.
         reward_names: names of the reward functions, in the functions' order.
     """
 
@@ -165,16 +164,12 @@ class PPOMetrics:
         Add a batch of an evaluation to the metrics.
 
         Args:
-            rollout: the batch.
             rows: (B,), False for copies that only fill up the last batch.
         """
         self._observe(self.eval, rollout, rows)
 
     def _observe(self, stats: Accumulator, rollout: Rollout, rows: Tensor) -> None:
-        """
-        Add to `stats` the metrics that training and evaluation share, over the rows of `rollout` where `rows`, (B,)
-        bool, is True.
-        """
+        """Add to `stats` what training and evaluation share, over the rows where `rows`, (B,) bool, is True."""
         mask = rollout.mask
         valid = rollout.valid & rows
         tokens = mask * rows[:, None]
@@ -199,7 +194,7 @@ class PPOMetrics:
         for name, rewards in zip(self.reward_names, rollout.rewards_per_func.unbind(1), strict=True):
             stats.add(f"rewards/{name}", rewards, ~rewards.isnan() & rows)
         if rollout.sampler_logprobs is not None:
-            self._add_sampling(stats, rollout.sampler_logprobs, rollout.logprobs, tokens)
+            self.add_sampling(stats, rollout.sampler_logprobs, rollout.logprobs, tokens)
 
     @torch.no_grad()
     def add_update(
@@ -245,14 +240,11 @@ class PPOMetrics:
         self.train.add("val/clipfrac_avg", value[1].float(), mask)
 
     @torch.no_grad()
-    def add_sampling(self, sampler_logprobs: Tensor, logprobs: Tensor, mask: Tensor) -> None:
+    def add_sampling(self, stats: Accumulator, sampler_logprobs: Tensor, logprobs: Tensor, mask: Tensor) -> None:
         """
         Compare the sampler's log-probs with those of training's forward pass (`logprobs`) where `mask` is 1; add
-        their difference and the KL to the metrics. All are (B, T), log-probs in nats.
+        their difference and the KL to `stats`. All are (B, T), log-probs in nats.
         """
-        self._add_sampling(self.train, sampler_logprobs, logprobs, mask)
-
-    def _add_sampling(self, stats: Accumulator, sampler_logprobs: Tensor, logprobs: Tensor, mask: Tensor) -> None:
         stats.add("sampling/logprob_difference", sampler_logprobs - logprobs, mask)
         stats.add("sampling/kl", kl_estimate(sampler_logprobs, logprobs, "k3"), mask)
 
@@ -261,7 +253,6 @@ class PPOMetrics:
         Add a rollout's importance weights to the metrics, and the share of weights that a bound has changed.
 
         Args:
-            rollout: the rollout.
             weights: (B, T), or (B, 1) for whole completions. Only completions with a score count.
             is_outside: bool, the shape of weights, True where a bound has changed the weight.
             actions: (B, T), 1 = token at which an action starts. Weights of shape (B, T) count only there.
@@ -271,6 +262,7 @@ class PPOMetrics:
         self.train.add("sampling/clipfrac", is_outside.float(), mask)
 
     def _total(self, rows: Tensor) -> float:
+        """Return the sum of `rows` over all processes."""
         return self.accelerator.reduce(rows.sum(dtype=torch.float32), reduction="sum").item()
 
     # ---- Reporting ----

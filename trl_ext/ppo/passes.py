@@ -6,7 +6,7 @@ import torch
 from accelerate.utils import DistributedType
 from torch import Tensor
 
-from ..models.actor_critic import positions
+from ..models.actor_critic import position_kwargs
 from ..models.packing import VARLEN, Packed, keeps_rows_apart, pack, use_varlen
 from ..models.weights import base_model_of, evaluating, unwrapped
 
@@ -22,7 +22,6 @@ class Passes:
     sharded models need.
 
     Args:
-        accelerator: the trainer's accelerator.
         args: the trainer's configuration. Only `padding_free`, `pad_to_multiple_of` and `max_completion_length` are
             used.
     """
@@ -36,7 +35,7 @@ class Passes:
         self,
         model: Any,
         ids: Tensor,
-        lengths: list[tuple[int, int]],
+        token_counts: list[tuple[int, int]],
         width: int,
         size: int | None = None,
         **asked: Any,
@@ -48,7 +47,7 @@ class Passes:
             model: the actor-critic, the reference, or a critic alone ([`add_value_forward`]), as the accelerator has
                 wrapped it.
             ids: (B, P + T), prompts padded on the left, completions on the right.
-            lengths: for each row, its numbers of real prompt tokens and completion tokens.
+            token_counts: for each row, its numbers of real prompt tokens and completion tokens.
             width: T.
             size: number of rows in one forward pass, which takes rows of similar length; None runs all rows at once.
             asked: further arguments of [`ActorCritic.forward`], such as which outputs to compute. The reference
@@ -60,13 +59,13 @@ class Passes:
         """
         hidden_size = None if "output_router_logits" in asked else self._packs(model)
         config = unwrapped(model).config.get_text_config()
-        order = sorted(range(len(lengths)), key=lambda row: sum(lengths[row]))
+        order = sorted(range(len(token_counts)), key=lambda row: sum(token_counts[row]))
         outputs: list[dict[str, Tensor]] = []
         for start in range(0, len(order), size or len(order)):
             rows = order[start : start + (size or len(order))]
             packed = pack(
                 ids[rows],
-                [lengths[row] for row in rows],
+                [token_counts[row] for row in rows],
                 width,
                 hidden_size,
                 self.args.pad_to_multiple_of,
@@ -82,6 +81,7 @@ class Passes:
         }
 
     def _forward(self, model: Any, packed: Packed, **asked: Any) -> dict[str, Tensor]:
+        """Run one forward pass over packed rows; return the model's outputs by name, still packed."""
         inputs = {**packed.inputs, "predicts": packed.predicts, "targets": packed.targets}
         is_critic = hasattr(unwrapped(model), "score")  # a critic alone
         is_sharded = self.accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP)
@@ -92,24 +92,19 @@ class Passes:
                 inputs["attention_mask"] = packed.mask
             if is_critic or hasattr(unwrapped(model), "critic"):
                 return {name: value for name, value in model(**inputs, **asked).items() if value is not None}
-            if not positions(unwrapped(model), packed.position_ids):
+            if not position_kwargs(unwrapped(model), packed.position_ids):
                 del inputs["position_ids"]
             return {"logprobs": model(**inputs, fused_lm_head=True).log_probs}
 
     def _packs(self, model: Any) -> int | None:
-        """
-        Return the model's hidden size, which packing needs, if `padding_free` is set and packed rows do not affect
-        each other, else None.
-
-        The first call for a model tests this, and lets a model that passes use the variable-length attention kernel.
-        """
+        """Return the model's hidden size, which packing needs, if its rows may be packed, else None."""
         if not self.args.padding_free:
             return None
         module = unwrapped(model)
         config = module.config.get_text_config()
         if id(module) not in self._keeps_apart:
             self._keeps_apart[id(module)] = self._test_apart(model, config.vocab_size)
-            if self._keeps_apart[id(module)]:
+            if self._keeps_apart[id(module)]:  # so its attention can run by the kernel of variable lengths
                 use_varlen(module, _HALF.get(self.accelerator.mixed_precision))
             if not self._keeps_apart[id(module)]:
                 name = type(base_model_of(module)).__name__
@@ -118,8 +113,9 @@ class Passes:
 
     @torch.no_grad()
     def _test_apart(self, model: Any, vocabulary: int) -> bool:
+        """Return whether the model's outputs of packed rows are those of the rows alone."""
         module = unwrapped(model)
-        if not positions(module, None, torch.empty(0)):
+        if not position_kwargs(module, None, torch.empty(0)):
             return False
         asked = {"with_values": True} if getattr(module, "critic", None) is not None else {}
 

@@ -1,4 +1,4 @@
-"""Wrap the trainer's reward functions: check their results and collect their errors."""
+"""Call reward functions for a trainer or for saved rollouts: check their results and collect their errors."""
 
 import math
 import os
@@ -6,10 +6,15 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
+from datasets import Dataset
+from torch import Tensor
+from transformers import TrainerState
 
-from ..rewards.member import RewardFailed, Started, awaited, failed_rows, runs_in_background, telling
+from ..rewards.background import Started, awaited, runs_in_background
+from ..rewards.member import RewardFailed, failed_rows, nan_scorer_of
 from ..rewards.scores import by_token, finite_number, is_by_token, scores_in
 
 
@@ -58,8 +63,7 @@ class CheckedReward:
     the result.
 
     Args:
-        function: the reward function.
-        name: its name, for error messages.
+        name: the function's, for error messages.
         errors: collects its errors, to raise them on all processes.
         around: makes a context in which TRL's call runs the function. The function is then never started early.
     """
@@ -87,10 +91,9 @@ class CheckedReward:
 
         Args:
             waiting: a context that is entered while TRL's call waits for the function.
-            **kwargs: the arguments of the function.
         """
         if self.in_background:
-            self._started = Started(telling(self.function), **kwargs)
+            self._started = Started(nan_scorer_of(self.function), **kwargs)
             self._waiting = waiting
 
     def forget(self) -> None:
@@ -104,7 +107,7 @@ class CheckedReward:
                     returned = self._started.result(kwargs["log_metric"], kwargs["log_extra"])
             else:
                 with self.around():
-                    function = telling(self.function)
+                    function = nan_scorer_of(self.function)
                     returned = awaited(function(prompts=prompts, completion_ids=completion_ids, **kwargs))
             return self._checked(returned, completion_ids)
         except Exception as error:
@@ -114,6 +117,7 @@ class CheckedReward:
             return [0.0] * len(prompts)
 
     def _checked(self, rewards: Any, completion_ids: list) -> list[float | None]:
+        """Return one score a row, None for none or a failed one; set `token_scores` and `failed`."""
         scores: list[float | None] = []
         rewards = scores_in(rewards, len(completion_ids))
         self.token_scores = []
@@ -141,3 +145,51 @@ class AdapterReward:
         self.__name__ = os.path.basename(os.path.normpath(path))
 
     __call__ = None  # TRL looks for it when it is built; before a rollout the model takes this object's place
+
+
+def score_rollouts(
+    dataset: Dataset, functions: list[Callable], names: list[str], batch_size: int
+) -> tuple[Tensor, list[list[list[float] | None]]]:
+    """
+    Score saved rollouts by reward functions, which are called as PPO calls them. Each process scores a part of the
+    rows.
+
+    Args:
+        dataset: B rows, as [`with_finished`] returns them, with `prompt` and `completion` (text or messages); the
+            functions get the other columns, too.
+        functions, names: F reward functions with TRL's signature, and their names.
+        batch_size: number of rows in one call of a function.
+
+    Returns:
+        Two values for all rows, the same on every process:
+
+        - The (B, F) scores, on the CPU; NaN where a function gives None. If a function failed on a row and was
+          skipped, the whole row is NaN.
+        - For each function a list with an entry for each row: a list with a score for each token, or None if the
+          function scores the row as a whole.
+
+    Raises:
+        RuntimeError: a function failed, or returned something that is not a score.
+    """
+    processes = PartialState()
+    errors = DeferredErrors()
+    wrapped = [CheckedReward(function, name, errors) for function, name in zip(functions, names, strict=True)]
+    size = -(-len(dataset) // processes.num_processes)
+    first = processes.process_index * size
+    # Equally many calls on each process, as a sharded reward model needs: copies of the first rows fill up the last
+    mine = dataset.select([row % len(dataset) for row in range(first, first + size)])
+    rows: list[Any] = []
+    for batch in mine.iter(batch_size):
+        columns = {name: values for name, values in batch.items() if name not in ("prompt", "completion")}
+        columns |= {"prompts": batch["prompt"], "completions": batch["completion"], "trainer_state": TrainerState()}
+        columns |= dict.fromkeys(("log_metric", "log_extra"), lambda *_: None)
+        by_row = list(zip(*(function(**columns) for function in wrapped), strict=True))
+        for row, failed in enumerate(zip(*(function.failed for function in wrapped), strict=True)):
+            if any(failed):
+                by_row[row] = (None,) * len(wrapped)
+        rows += zip(by_row, zip(*(function.token_scores for function in wrapped), strict=True), strict=True)
+        errors.raise_everywhere(0)
+    rows = (gather_object(rows) if processes.num_processes > 1 else rows)[: len(dataset)]
+    whole = [[math.nan if score is None else score for score in scores] for scores, _ in rows]
+    by_function = [[tokens[f] for _, tokens in rows] for f in range(len(functions))]
+    return torch.tensor(whole, dtype=torch.float64), by_function

@@ -39,8 +39,13 @@ from ..models.weights import (
 )
 from ..rewards.member import checked_name, distinct
 from ..rewards.model import ModelReward, load_classifier, load_reward_model, logits_of, same_tokenizer
-from ..runs.settings import refuse
-from ..upstream.names import add_fused_lm_head, create_model_from_path, get_config_model_id, is_deepspeed_zero3_enabled
+from ..upstream.names import (
+    add_fused_lm_head,
+    create_model_from_path,
+    get_config_model_id,
+    is_deepspeed_zero3_enabled,
+    refuse,
+)
 from .config import PPOConfig
 from .reward_calls import AdapterReward, CheckedReward, DeferredErrors
 
@@ -164,8 +169,6 @@ class Rewards:
     Args:
         functions: the reward functions and models, and an [`AdapterReward`] for each model saved as an adapter.
         tokenizers: one for each reward, None for functions.
-        names: a name for each reward.
-        policy_tokenizer: the policy's tokenizer.
         weights: one for each reward, 1 by default. A reward with weight 0 is only logged: it does not affect training.
     """
 
@@ -228,7 +231,7 @@ class Rewards:
             if isinstance(reward, nn.Module):
                 disable_dropout(reward)
 
-    def as_functions(
+    def checked_functions(
         self,
         actor_critic: ActorCritic,
         args: PPOConfig,
@@ -242,9 +245,6 @@ class Rewards:
 
         Args:
             actor_critic: holds the reward models that share the policy's base.
-            args: the trainer's configuration.
-            eos_token_ids: the tokens that end a completion.
-            errors: collects the errors of reward functions.
             forward: `forward(name, input_ids, attention_mask)` returns the (B,) scores of rows by the reward model
                 `name`, which shares the policy's base. It runs the actor-critic inside its FSDP or DeepSpeed wrapper.
             own_random_state: makes a context with a separate random state. Functions of weight 0 run in this context,
@@ -278,10 +278,7 @@ class Rewards:
 
 
 def _on_base(loader: Loader, name: str, path: str) -> nn.Linear:
-    """
-    Load the classifier's adapter at `path` onto the base of the policy that `loader` holds, under the name `name`;
-    return the classifier's head. Raise a `ValueError` if the adapter was trained on another base.
-    """
+    """Load a classifier's adapter onto the policy's base, which must be the adapter's own; return its head."""
     check_same_base(loader.policy, path, hub_identity(loader.path, loader.init_kwargs.get("revision")))
     return add_saved(loader.policy, name, path)
 
@@ -349,7 +346,6 @@ def add_critic_adapter(
 
     Args:
         loader: holds the policy.
-        rewards: all rewards.
         heads: the heads of the reward models on the policy's base, by the index of the reward.
         value_model: path of an adapter that was trained as a classifier; None for none.
         config: settings of the critic's adapter; None for those of the policy's adapter.
@@ -411,6 +407,7 @@ def named(model: Any) -> str | None:
 
 
 def _critic_from_reward(loader: Loader, reward: Any, tokenizer: Any) -> PreTrainedModel | None:
+    """Return a trainable copy of a reward model in the policy's dtype; None if it does not fit the policy."""
     if isinstance(reward, PeftModel):  # its configuration names the base's path, not its own
         return None
     path = get_config_model_id(reward.config)

@@ -225,13 +225,13 @@ def onto_policy_tokens(values: Tensor, tool_mask: Tensor) -> Tensor:
     return torch.zeros_like(values).scatter_add(1, owners, values)
 
 
-def lengths_of(prompt_mask: Tensor, completion_mask: Tensor) -> list[tuple[int, int]]:
+def token_counts_of(prompt_mask: Tensor, completion_mask: Tensor) -> list[tuple[int, int]]:
     """
     Return for each row the number of real tokens in its prompt and in its completion, from `prompt_mask` (B, P) and
     `completion_mask` (B, T).
     """
-    lengths = torch.stack([prompt_mask.sum(1), completion_mask.sum(1)], dim=1)
-    return [tuple(row) for row in lengths.tolist()]
+    counts = torch.stack([prompt_mask.sum(1), completion_mask.sum(1)], dim=1)
+    return [tuple(row) for row in counts.tolist()]
 
 
 def joined(micro_batches: list[dict[str, Any]]) -> dict[str, Tensor]:
@@ -241,7 +241,7 @@ def joined(micro_batches: list[dict[str, Any]]) -> dict[str, Tensor]:
     A micro-batch is a dict as [`Rollout.rows_for_training`] returns it. What was added to it for an optimizer step,
     such as `step_tokens`, is left out.
     """
-    columns = [name for name in micro_batches[0] if name not in ("step_tokens", "step_turns", "lengths")]
+    columns = [name for name in micro_batches[0] if name not in ("step_tokens", "step_turns", "token_counts")]
     rollout = {name: torch.cat([batch[name] for batch in micro_batches]) for name in columns}
     order = rollout["row"].argsort()
     return {name: values[order] for name, values in rollout.items()}

@@ -1,22 +1,15 @@
-"""Score saved rollouts and demonstrations, and compute the returns that PPO would compute for them."""
+"""Check saved rollouts, and compute the returns that PPO would compute for them."""
 
-import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from accelerate import PartialState
-from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import Tensor
-from transformers import TrainerState
 
 from ..functional import gae, moments, token_rewards, whiten
 from ..models.generation import answer_texts
-from ..upstream.names import is_conversational
 from .controllers import RewardNormalizer
 from .critic_trainer import CriticConfig
-from .reward_calls import CheckedReward, DeferredErrors
 from .rollout import sequence_scores, summed_token_scores
 
 _CHECKED = 256  # rows whose text is compared with their token ids
@@ -53,89 +46,6 @@ def with_finished(dataset: Dataset, tokenizer: Any, eos_token_ids: list[int]) ->
         )
     others = dataset.remove_columns([name for name in ("finished",) if name in dataset.column_names])
     return others.add_column("finished", finished)
-
-
-def score_rollouts(
-    dataset: Dataset, functions: list[Callable], names: list[str], batch_size: int
-) -> tuple[Tensor, list[list[list[float] | None]]]:
-    """
-    Score saved rollouts by reward functions, which are called as PPO calls them. Each process scores a part of the
-    rows.
-
-    Args:
-        dataset: B rows, as [`with_finished`] returns them, with `prompt` and `completion` (text or messages); the
-            functions get the other columns, too.
-        functions, names: F reward functions with TRL's signature, and their names.
-        batch_size: number of rows in one call of a function.
-
-    Returns:
-        Two values for all rows, the same on every process:
-
-        - The (B, F) scores, on the CPU; NaN where a function gives None. If a function failed on a row and was
-          skipped, the whole row is NaN.
-        - For each function a list with an entry for each row: a list with a score for each token, or None if the
-          function scores the row as a whole.
-
-    Raises:
-        RuntimeError: a function failed, or returned something that is not a score.
-    """
-    processes = PartialState()
-    errors = DeferredErrors()
-    wrapped = [CheckedReward(function, name, errors) for function, name in zip(functions, names, strict=True)]
-    size = -(-len(dataset) // processes.num_processes)
-    first = processes.process_index * size
-    # Equally many calls on each process, as a sharded reward model needs: copies of the first rows fill up the last
-    mine = dataset.select([row % len(dataset) for row in range(first, first + size)])
-    rows: list[Any] = []
-    for batch in mine.iter(batch_size):
-        columns = {name: values for name, values in batch.items() if name not in ("prompt", "completion")}
-        columns |= {"prompts": batch["prompt"], "completions": batch["completion"], "trainer_state": TrainerState()}
-        columns |= dict.fromkeys(("log_metric", "log_extra"), lambda *_: None)
-        by_row = list(zip(*(function(**columns) for function in wrapped), strict=True))
-        for row, failed in enumerate(zip(*(function.failed for function in wrapped), strict=True)):
-            if any(failed):
-                by_row[row] = (None,) * len(wrapped)
-        rows += zip(by_row, zip(*(function.token_scores for function in wrapped), strict=True), strict=True)
-        errors.raise_everywhere(0)
-    rows = (gather_object(rows) if processes.num_processes > 1 else rows)[: len(dataset)]
-    whole = [[math.nan if score is None else score for score in scores] for scores, _ in rows]
-    by_function = [[tokens[f] for _, tokens in rows] for f in range(len(functions))]
-    return torch.tensor(whole, dtype=torch.float64), by_function
-
-
-def mean_demonstration_score(trainer: Any) -> float:
-    """
-    Return the mean weighted score of the demonstrations in a [`PPOTrainer`]'s training set: of the completions in its
-    column `completion`, each ended by EOS.
-    """
-    tokenizer = trainer._tokenizer
-    rows = list(trainer.train_dataset)
-    prompt_ids = trainer._tokenize_prompts([row["prompt"] for row in rows])[0]
-    texts = [
-        row["completion"] if isinstance(row["completion"], str) else row["completion"][-1]["content"] for row in rows
-    ]
-    completion_ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    is_chat = is_conversational(rows[0])
-    demonstrations = [
-        {
-            **row,
-            "completion": [{"role": "assistant", "content": text}] if is_chat else text,
-            "prompt_ids": asked,
-            "completion_ids": [*ids, tokenizer.eos_token_id],
-            "finished": True,
-        }
-        for row, text, asked, ids in zip(rows, texts, prompt_ids, completion_ids, strict=True)
-    ]
-    weights = trainer.reward_weights
-    weighted = [function for function, weight in zip(trainer.reward_funcs, weights, strict=True) if weight != 0]
-    rewards, _ = score_rollouts(
-        Dataset.from_list(demonstrations),
-        [each.function for each in weighted],
-        [each.name for each in weighted],
-        trainer.args.local_rollout_forward_batch_size,
-    )
-    scores = sequence_scores(rewards, weights[weights != 0], torch.ones(len(rewards), dtype=torch.bool))
-    return scores.nanmean().item()
 
 
 def with_returns(

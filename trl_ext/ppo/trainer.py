@@ -59,7 +59,7 @@ from ..models.weights import (
     check_tokenizer,
     disable_dropout,
     evaluating,
-    keep_unpacked,
+    keep_4bit_layout,
     weights_identity,
 )
 from ..runs.checkpoints import ResumableRun
@@ -82,9 +82,15 @@ from .checks import (
 )
 from .collection import RolloutTrainer
 from .config import PPOConfig
-from .controllers import BaselineGate, KLController, LearningRateController, RewardNormalizer
+from .controllers import (
+    BaselineGate,
+    KLController,
+    LearningRateController,
+    RewardNormalizer,
+    mean_demonstration_score,
+)
 from .environments import guarded, load_states, states_of, step_rewards
-from .evaluation import EvaluationPass, sampling_seed, untouched_rng
+from .evaluation_pass import EvaluationPass, sampling_seed, untouched_rng
 from .metrics import GRPO_ONLY_METRICS, Accumulator, PPOMetrics, global_moments
 from .passes import Passes
 from .reward_calls import DeferredErrors
@@ -97,8 +103,7 @@ from .roles import (
     make_reference,
     prepare_base,
 )
-from .rollout import Rollout, joined, lengths_of, permuted
-from .saved_rollouts import mean_demonstration_score
+from .rollout import Rollout, joined, permuted, token_counts_of
 from .vllm import RolloutsAhead, ServerGuard, ServerLost, check_loadable, check_logprobs, save_last_step
 
 _WITH_STATE = (
@@ -250,7 +255,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         )
         if rollout_func is None:
             check_arguments(reward_funcs, datasets)
-        elif not args.another_samples:
+        elif not args.may_sample_off_policy:
             args = copy.copy(args)  # the caller's `args` stay unchanged
             args.allow_off_policy_sampling = True  # who samples is not known here
         if is_saved_adapter := is_adapter(model, (args.model_init_kwargs or {}).get("revision")):
@@ -294,7 +299,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         path = model if isinstance(model, str) else None
         self._loader = Loader(policy, path, args.model_init_kwargs or {}, args.trust_remote_code, self.accelerator)
         self._reference_identity: str | None = None  # of what was passed in
-        self._rewards = rewards = Rewards(
+        rewards = Rewards(
             self.reward_funcs,
             self.reward_processing_classes,
             self.reward_func_names,
@@ -314,14 +319,14 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         )
         for trained_or_run in (actor_critic, self.ref_model, *rewards.functions):
             if isinstance(trained_or_run, nn.Module):
-                keep_unpacked(trained_or_run)
+                keep_4bit_layout(trained_or_run)
         if args.disable_dropout:
             disable_dropout(actor_critic)
             rewards.disable_dropout()
         if self.place_model_on_device and actor_critic.critic is not None:
             actor_critic.critic.to(args.device)
         self.model = self.model_wrapped = self.callback_handler.model = actor_critic
-        self.reward_funcs = rewards.as_functions(
+        self.reward_funcs = rewards.checked_functions(
             actor_critic, args, self.eos_token_ids, self._errors, self._score_on_base, self._own_random_state
         )
 
@@ -333,7 +338,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         self._passes = Passes(self.accelerator, args)
         self._evaluation: EvaluationPass | None = None  # while evaluating
         self._eval_pool: dict | None = None  # environments of evaluations; None before the first evaluation
-        self._ahead: RolloutsAhead | None = None  # while training with `rollouts_ahead`
+        self._ahead = None
         # A quarter of the KL target at the default; half of `step_kl_target` is half a step for long completions, too
         kl_limit = 2.5 * args.step_kl_target * args.kl_target if args.kl_controller == "adaptive" else math.inf
         self.learning_rate_controller = LearningRateController(
@@ -341,23 +346,23 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         )
         self._step_sums: list[Tensor] = []  # of the minibatch's micro-batches
         self._unscored = 0  # rollouts in a row without a score
+        self._seen_step = 0  # `_step` when the Trainer last asked whether to log, save or evaluate
+        self._waiting: set[str] = set()  # requests that wait for the end of the rollout
 
         if environment_factory is None:  # else what `reset` says is known in the rollout only
             check_prompt_lengths(self._tokenize_prompts, self._loader.policy, self.max_completion_length, datasets)
         ConsoleCallback.replace(self)
 
     def _guarded(self, environment_factory: Any, timeout: float | None) -> Any:
-        """
-        Wrap an environment factory, or each factory in a dict, so that all processes raise an environment's error.
-        `timeout` is the limit of a call in seconds, None for no limit.
-        """
+        """Wrap a factory, or each in a dict, so that all processes raise its errors; `timeout` in seconds a call."""
 
         def guard(factory: Any) -> Any:
             make = guarded(factory, timeout, self._errors)
 
             def probed() -> Any:
                 environment = make()
-                if not hasattr(self, "environments"):  # GRPO's constructor makes the first one, on all processes
+                # GRPO's constructor makes the first environment, on all processes, before it sets `environments`
+                if not hasattr(self, "environments"):
                     self._errors.raise_everywhere(0)
                 if not (self.reward_funcs or hasattr(environment, "get_reward")):  # else TRL would miss a reward
                     self._reward_steps({type(environment)})
@@ -370,9 +375,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         return environment_factory and guard(environment_factory)
 
     def _reward_steps(self, kinds: set[type]) -> None:
-        """
-        Add a reward function for each environment class in `kinds` that has `_step_reward` and no such function yet.
-        """
+        """Add a reward function for each environment class that has `_step_reward`, unless it has one already."""
         for kind in sorted(kinds, key=lambda kind: kind.__name__):
             function = step_rewards(lambda: self._collection, kind)
             if hasattr(kind, "_step_reward") and function.__name__ not in self.reward_func_names:
@@ -382,14 +385,12 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
                 self.reward_weights = torch.cat([self.reward_weights, torch.ones(1)])
 
     def _adapt_grpo(self, policy: Any) -> None:
-        """
-        Replace attributes that GRPO's constructor has set, but that PPO cannot use as they are. `policy` is the model.
-        """
+        """Replace attributes that GRPO's constructor has set, but that PPO cannot use as they are."""
         args = self.args
         self.num_iterations = args.num_ppo_epochs
         self.vllm_importance_sampling_correction = False  # ours is `importance_sampling_mode`
-        self.epsilon_low = args.clip_range
-        self.epsilon_high = args.clip_range if args.epsilon_high is None else args.epsilon_high
+        self.epsilon_low = args.resolved_cliprange
+        self.epsilon_high = args.resolved_cliprange if args.epsilon_high is None else args.epsilon_high
         if args.stop_token_id is not None:
             self.eos_token_ids = [*self.eos_token_ids, args.stop_token_id]
         if self.use_vllm:
@@ -417,6 +418,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             )
 
     def _set_reference(self, ref_model: str | PreTrainedModel | None) -> None:
+        """Make the frozen reference, `ref_model` or a copy of the policy, and place it on the device."""
         reference = make_reference(self._loader, ref_model, self.args, self._tokenizer)
         if ref_model is not None:
             path = ref_model if isinstance(ref_model, str) else None
@@ -424,10 +426,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         self.ref_model = self._loader.placed(reference)
 
     def _score_on_base(self, name: str, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """
-        Score right-padded rows, `input_ids` and `attention_mask` (B, L), with the reward model `name` on the policy's
-        base; return (B,) scores.
-        """
+        """Return the (B,) scores of right-padded rows, (B, L), by the reward model `name` on the policy's base."""
         with evaluating(self.model):
             return self.model(input_ids, attention_mask, reward=name)
 
@@ -436,25 +435,16 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         batch = self._evaluation.seen if self._evaluation is not None else 0
         return untouched_rng(self.accelerator, self.args, self.state.global_step + batch)
 
-    @property
-    def _actor_critic(self) -> Any:
-        return self.accelerator.unwrap_model(self.model)
-
     # ---- The algorithm ----
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Tensor]:
-        """
-        Generate one rollout of this process, B completions of up to T tokens, and compute its advantages.
-
-        prompts → completions, log-probs, values, scores → token rewards → advantages and returns → rows to train on.
-        In an evaluation, generate and score only, and add the rollout to the metrics.
-        """
+        """Generate and score this process's rollout, B completions of up to T tokens; return the rows to train on."""
         args = self.args
         if self.model.training:
             self.kl_controller.scale(take_kl_scale(self.state))
             self.learning_rate_controller.scale(take_rate_scale(self.state))
         rollout = self._collect(inputs)
-        if not self.model.training:
+        if not self.model.training:  # there is nothing to train on
             return self._observe_evaluation(rollout)
         scores, token_scores = self._normalize(rollout, inputs)  # (B,), and (B, T) if functions scored tokens
         rollout = replace(rollout, token_scores=token_scores)
@@ -464,9 +454,10 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         values = torch.zeros_like(rewards) if rollout.values is None else rollout.values  # (B, T)
         advantages, returns = self.advantages(rollout, rewards, values)  # (B, T) each
         if args.use_ref_model and not self._warms_up(self._step):
-            mean_kl, episodes = self._global_mean((rollout.k1 * rollout.mask).sum(1), rollout.valid)
+            of_rows = (rollout.k1 * rollout.mask).sum(1)
+            episodes, mean_kl, *_ = global_moments(self.accelerator, of_rows, rollout.valid).tolist()
             if episodes:
-                self.kl_controller.update(mean_kl, episodes)
+                self.kl_controller.update(mean_kl, int(episodes))
         self.metrics.add_rollout(rollout, scores, kl, rewards, returns, kl_coef)
         self.metrics.add_custom(self.rollout_metrics(rollout, rewards, advantages, returns))
         self._log_advantages(advantages, rollout.mask)
@@ -533,19 +524,14 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         return advantages, returns
 
     def _lam(self, rollout: Rollout) -> float:
-        """
-        Return `lam`. If it is unset, return 0.95 if a `rollout` of any process has scores of single tokens, else 1.
-        """
+        """Return `lam`; if unset, 0.95 where any process has scores of single tokens, else 1."""
         if self.args.lam is not None:
             return self.args.lam
         is_by_token = torch.tensor([rollout.token_scores is not None], device=rollout.mask.device)
         return 0.95 if self.accelerator.gather(is_by_token).any() else 1.0
 
     def _mean_baselines(self, rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, float]:
-        """
-        Return the (B, T) leave-one-out means of the returns, and the critic's weight in the baseline, which is 0 with
-        `baseline: mean`.
-        """
+        """Return the (B, T) leave-one-out means of the returns, and the critic's weight in the baseline."""
         args = self.args
         actions = self._actions(mask)
         zeros = torch.zeros_like(values)
@@ -581,9 +567,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         return {}
 
     def _actions(self, mask: Tensor) -> Tensor:
-        """
-        Return a (B, T) mask of the tokens that start an action: all, or with `gae_level: turn` the first of each turn.
-        """
+        """Return the (B, T) mask of tokens that start an action: all, or with `gae_level: turn` each turn's first."""
         return mask if self.args.gae_level == "token" else turn_starts(mask)
 
     def _by_action(self, values: Tensor, mask: Tensor) -> Tensor:
@@ -591,18 +575,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         return values if self.args.gae_level == "token" else turn_sums(values, mask)
 
     def _normalize(self, rollout: Rollout, inputs: list[dict[str, Any]]) -> tuple[Tensor, Tensor | None]:
-        """
-        Standardise and clip the scores, for the token rewards. Raise a `ValueError` at the third rollout in a row in
-        which no completion has a score.
-
-        Args:
-            rollout: the rollout, with its scores.
-            inputs: the B dataset rows, which name their groups if scores are standardised by group.
-
-        Returns:
-            The (B,) scores; and the (B, T) token scores, None if the rollout has none. They are multiplied by the same
-            factor as their row's score.
-        """
+        """Standardise and clip the rollout's (B,) scores, and scale its (B, T) token scores, if any, like them."""
         normalizer = self.reward_normalizer
         groups = None
         if normalizer.kind == "group":
@@ -624,23 +597,24 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         return scores, None if rollout.token_scores is None else rollout.token_scores * scales[:, None]
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """
-        Return a micro-batch's part of the optimizer step's loss: clipped policy loss + vf_coef · clipped value loss −
-        entropy_coef · entropy, and for a mixture of experts + the auxiliary loss.
-
-        Each term but the last is a mean over the step's tokens; with `gae_level="turn"` the policy loss is a mean over
-        the step's turns. In a step that trains only the critic, return the value loss. If the critic is trained apart,
-        its backward pass runs here, and the value loss in the result has no gradient.
-        """
+        """Return a micro-batch's part of the optimizer step's loss."""
+        # clipped policy loss + vf_coef · clipped value loss − entropy_coef · entropy (+ the experts' auxiliary loss):
+        # each term but the last is a mean over the step's tokens, or with `gae_level: turn` the first over its turns
         args = self.args
         mask = inputs["loss_mask"]
-        if self._warms_up(self._step):
-            return self._value_loss(self._critic_forward(model, inputs), inputs)
+        warms_up = self._warms_up(self._step)
         critic_loss = None
-        if self._trains_apart:  # activations of the critic are freed before the policy runs
-            critic_loss = self._value_loss(self._critic_forward(model, inputs), inputs)
-            self.accelerator.backward(critic_loss)
-        logprobs, entropies, values, aux_loss = self._forward(model, inputs)  # (B, T) each, and a scalar
+        if warms_up or self._trains_apart:
+            is_ddp = isinstance(model, DistributedDataParallel)  # DDP waits for a gradient of every weight
+            found = self._run_models(model, inputs, with_values=True, with_logprobs=False, touch_policy=is_ddp)
+            critic_loss = self._value_loss(found["values"], inputs)
+            if warms_up:
+                return critic_loss
+            self.accelerator.backward(critic_loss)  # so the critic's activations are freed before the policy runs
+        routers = {"output_router_logits": True} if self.aux_loss_enabled else {}
+        with_values = args.baseline != "mean" and critic_loss is None
+        found = self._run_models(model, inputs, with_values=with_values, with_entropies=True, **routers)
+        logprobs, entropies = found["logprobs"], found["entropies"]  # (B, T) each
 
         new = self._by_action(logprobs, mask)  # (B, T)
         old = self._by_action(inputs["old_logprobs"], mask)
@@ -660,7 +634,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         taken = self._step // args.gradient_accumulation_steps % args.steps_per_rollout
         self._follow_step_kl(new, old, entropies, inputs, self._step, taken)
         if self._trusts_sampler and self._step % self._micro_steps_per_rollout < args.gradient_accumulation_steps:
-            self.metrics.add_sampling(inputs["old_logprobs"], logprobs, mask)  # the policy has not moved since
+            # The policy has not moved since it sampled
+            self.metrics.add_sampling(self.metrics.train, inputs["old_logprobs"], logprobs, mask)
 
         # Gradients are averaged over processes and summed over micro-batches
         scale = self.accelerator.num_processes / inputs["step_tokens"].clamp(min=1)
@@ -669,26 +644,22 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         if args.entropy_coef:  # a gradient of zeros would cost the LM head's backward a pass and memory
             actor_loss = actor_loss - args.entropy_coef * masked_sum(entropies, mask) * scale
         if self.aux_loss_enabled:
-            actor_loss = actor_loss + self.router_aux_loss_coef * aux_loss / args.gradient_accumulation_steps
-        if critic_loss is not None:
+            actor_loss = actor_loss + self.router_aux_loss_coef * found["aux_loss"] / args.gradient_accumulation_steps
+        if critic_loss is not None:  # its backward pass has run; it only counts in the logged loss
             return actor_loss + critic_loss.detach()
-        return actor_loss if values is None else actor_loss + self._value_loss(values, inputs)
+        return actor_loss + self._value_loss(found["values"], inputs) if with_values else actor_loss
 
     @torch.no_grad()
     def _follow_step_kl(
-        self, new: Tensor, old: Tensor, entropies: Tensor, inputs: Any, micro_step: int, taken: int
+        self,
+        new: Tensor,  # (B, T) log-probs of the actions under the policy now, nats
+        old: Tensor,  # the same under the policy that the rollout began with
+        entropies: Tensor,  # (B, T), nats, of single tokens
+        inputs: Any,
+        micro_step: int,  # minibatches begin at multiples of `gradient_accumulation_steps`
+        taken: int,  # optimizer steps on the rollout so far
     ) -> None:
-        """
-        Record a micro-batch's KL; after a minibatch's last micro-batch, choose the next step's learning rate.
-
-        Args:
-            new, old: (B, T) log-probs of the actions under the policy now, and under the policy that the rollout began
-                with, nats.
-            entropies: (B, T), nats, of the policy's distributions.
-            inputs: the micro-batch.
-            micro_step: number of the micro-batch; minibatches begin at multiples of `gradient_accumulation_steps`.
-            taken: number of optimizer steps taken on the rollout so far.
-        """
+        """Record a micro-batch's KL; after a minibatch's last micro-batch, choose the next step's learning rate."""
         mask = inputs["loss_mask"]
         accumulates = self.args.gradient_accumulation_steps
         if micro_step % accumulates == 0:
@@ -709,7 +680,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             self.metrics.train.add("learning_rate/factor", self.learning_rate_controller.factor_in_use)
 
     @torch.no_grad()
-    def _look_back(self) -> None:
+    def _measure_single_step(self) -> None:
         """After a rollout's only step, measure by a further forward pass how far this step moved the policy."""
         for micro_step, inputs in enumerate(self._buffered_inputs):
             found = self._run_models(self.model_wrapped, inputs, with_entropies=True)
@@ -720,17 +691,12 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
 
     @property
     def _trains_apart(self) -> bool:
-        """
-        Return whether policy and critic have separate backward passes, which takes less memory. DDP, FSDP and
-        DeepSpeed expect a single backward pass through all weights.
-        """
+        """Return whether policy and critic have separate backward passes, which takes less memory."""
+        # DDP, FSDP and DeepSpeed expect a single backward pass through all weights
         return self.args.baseline != "mean" and self.accelerator.distributed_type == DistributedType.NO
 
     def _value_loss(self, values: Tensor, inputs: dict[str, Any]) -> Tensor:
-        """
-        Return a micro-batch's part of vf_coef · clipped value loss, a mean over the optimizer step's tokens. `values`
-        are (B, T).
-        """
+        """Return a micro-batch's part of vf_coef · clipped value loss, given its (B, T) values."""
         args = self.args
         mask = inputs["loss_mask"]
         value = value_loss(values, inputs["old_values"], inputs["returns"], args.cliprange_value)
@@ -738,36 +704,15 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         scale = self.accelerator.num_processes / inputs["step_tokens"].clamp(min=1)
         return args.vf_coef * masked_sum(value[0], mask) * scale
 
-    def _forward(
-        self, model: nn.Module, inputs: dict[str, Any]
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """
-        Return a micro-batch's log-probs, entropies and values, (B, T) each, and the auxiliary loss of a mixture of
-        experts. The values are None if the critic is not run here; the loss is None for other models.
-        """
-        routers = {"output_router_logits": True} if self.aux_loss_enabled else {}
-        with_values = self.args.baseline != "mean" and not self._trains_apart
-        outputs = self._run_models(model, inputs, with_values=with_values, with_entropies=True, **routers)
-        return outputs["logprobs"], outputs["entropies"], outputs.get("values"), outputs.get("aux_loss")
-
-    def _critic_forward(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """Return the critic's (B, T) values of a micro-batch, without running the policy."""
-        is_ddp = isinstance(model, DistributedDataParallel)  # DDP waits for a gradient of every weight
-        return self._run_models(model, inputs, with_values=True, with_logprobs=False, touch_policy=is_ddp)["values"]
-
     def _run_models(self, model: nn.Module, inputs: dict[str, Any], **asked: Any) -> dict[str, Tensor]:
+        """Run the models that are `asked` for on a micro-batch; return what [`Passes`] returns."""
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
         width = inputs["completion_ids"].size(1)
-        return self._passes(model, ids, inputs["lengths"], width, **asked)
+        return self._passes(model, ids, inputs["token_counts"], width, **asked)
 
     def _warms_up(self, micro_step: int) -> bool:
         """Return whether the critic alone is trained at micro-batch `micro_step` (`critic_warmup_rollouts`)."""
         return micro_step // self._micro_steps_per_rollout < self.args.critic_warmup_rollouts
-
-    def _global_mean(self, values: Tensor, mask: Tensor) -> tuple[float, int]:
-        """Return the mean of the entries where `mask` is 1, over all processes, and the number of these entries."""
-        moments = global_moments(self.accelerator, values, mask)
-        return moments[1].item(), int(moments[0])
 
     # ---- Prompts ----
 
@@ -784,11 +729,14 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
     # ---- Rollout ----
 
     def _prepare_inputs(self, generation_batch: list[dict[str, Any]]) -> dict[str, Any]:
+        """Let TRL make a rollout if one is due; return the next micro-batch of the present pass."""
         inputs = super()._prepare_inputs(generation_batch)
         if not self.model.training:
             return inputs
         epoch, position = divmod(self._step % self._micro_steps_per_rollout, self.args.steps_per_generation)
         if position == 0:
+            # TRL has shuffled the rollout once and cut it up. `joined` undoes both, so that each pass has an order of
+            # its own, which depends on the seed alone
             self._buffered_inputs = self._micro_batches(joined(self._buffered_inputs), epoch)
         return self._buffered_inputs[position]
 
@@ -798,20 +746,14 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         return self.args.steps_per_generation * self.num_iterations
 
     def _micro_batches(self, rollout: dict[str, Tensor], epoch: int) -> list[dict[str, Any]]:
-        """
-        Cut a rollout, as [`Rollout.rows_for_training`] returns it, into the micro-batches of PPO epoch `epoch`.
-
-        A micro-batch also has `lengths`, a pair for each row: its numbers of prompt and completion tokens.
-        `step_tokens` is the number of tokens in the whole optimizer step, over all processes. With
-        `gae_level: turn` there is also `step_turns`, the number of turns.
-        """
+        """Cut the [`Rollout.rows_for_training`] into the micro-batches of PPO epoch `epoch`, and add token counts."""
         args = self.args
         number = self._step // self._micro_steps_per_rollout
-        lengths = lengths_of(rollout["prompt_mask"], rollout["completion_mask"])
+        token_counts = token_counts_of(rollout["prompt_mask"], rollout["completion_mask"])
         seed = (args.seed * 1_000_003 + number) * 1_009 + epoch
-        order = permuted([sum(row) for row in lengths], args.num_mini_batches, seed)
+        order = permuted([sum(row) for row in token_counts], args.num_mini_batches, seed)
         rollout = {name: values[order] for name, values in rollout.items()}
-        counts = {"step_tokens": rollout["loss_mask"]}
+        counts = {"step_tokens": rollout["loss_mask"]}  # of the whole optimizer step, over all processes
         if args.gae_level == "turn":
             counts["step_turns"] = turn_starts(rollout["loss_mask"])
         for name, each in counts.items():
@@ -823,7 +765,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             {
                 **dict(zip(rollout, chunk, strict=True)),
                 **{name: each[i // args.gradient_accumulation_steps] for name, each in counts.items()},
-                "lengths": [lengths[row] for row in order[i * size : (i + 1) * size]],
+                # For each row its numbers of prompt and completion tokens
+                "token_counts": [token_counts[row] for row in order[i * size : (i + 1) * size]],
             }
             for i, chunk in enumerate(chunks)
         ]
@@ -861,12 +804,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         return norm
 
     def _finish_gradients(self) -> None:
-        """
-        Check the gradients before the optimizer step.
-
-        If the step trains the critic alone, drop the policy's gradients. Log the gradients' norms. If a norm is not
-        finite, and no fp16 loss scaler will skip the step, save the weights and raise. With DeepSpeed, do nothing.
-        """
+        """Drop gradients that are not trained, log the norms of the others, and raise if one is not finite."""
         if self.is_deepspeed_enabled:
             return  # the engine owns the gradients
         actor_critic = self._actor_critic
@@ -877,7 +815,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             norm = gradients.norm_of(actor_critic.parameters_of(role), scaler.get_scale() if scaler else 1.0)
             if norm is None:
                 continue
-            if not norm.isfinite() and scaler is None:
+            if not norm.isfinite() and scaler is None:  # else fp16's loss scaler skips the step
                 gradients.save_and_raise(self, role)
             self.metrics.train.add(f"grad_norm/{role}", norm)
 
@@ -897,10 +835,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         return None, None, None
 
     def _observe_evaluation(self, rollout: Rollout) -> dict[str, Tensor]:
-        """
-        Add an evaluation batch to the metrics; return its `prompt_ids`, `prompt_mask` and `completion_ids`, since TRL
-        expects a dict of tensors.
-        """
+        """Add an evaluation batch to the metrics; return a dict of tensors, which TRL expects."""
         passing = self._evaluation or EvaluationPass(len(rollout.scores) * self.accelerator.num_processes)
         rows = passing.next_rows(len(rollout.scores), self.accelerator)
         self.metrics.add_evaluation(rollout, rows)
@@ -939,6 +874,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
 
     @contextmanager
     def _evaluating(self, passing: EvaluationPass) -> Iterator[None]:
+        """Set the pass that counts rows, and environments of evaluation's own, within the `with` block."""
         self._evaluation = passing
         # TRL's profiling writes to Trackio, which transformers has closed by the evaluation after training
         trackers = [name for name in self.args.report_to if name != "trackio" or trackio_is_open()]
@@ -951,7 +887,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
     # ---- Environments ----
 
     def _own_environments(self) -> AbstractContextManager:
-        """Return a context that uses separate environments, so that evaluation does not change those of training."""
+        """Return a context with separate environments, so that evaluation does not change those of training."""
         if self.environment_factories is None:
             return nullcontext()
         if self._eval_pool is None:
@@ -959,6 +895,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         return temporarily(self, _environment_pool=self._eval_pool)
 
     def _environment_states(self) -> dict[str, dict[str, list[Any]]]:
+        """Return [`states_of`] the environments of training and of evaluation, by `train` and `eval`."""
         if self.environment_factories is None:
             return {}
         pools = {"train": self._environment_pool, "eval": self._eval_pool or {}}
@@ -1016,7 +953,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         self._actor_critic.train_adapters()  # what is frozen now, the optimizer would leave out
         self._step, self._buffered_inputs = 0, None  # unless a snapshot is loaded
         self._seen_step = 0
-        self._waiting: set[str] = set()  # requests that wait for the end of the rollout
+        self._waiting.clear()
         self.metrics.episodes_at_start = self.metrics.episodes
         self._last_loaded_step = -1  # so vLLM is sent the weights, also if a checkpoint has the same step
         self._ahead = RolloutsAhead(self) if self.args.rollouts_ahead else None
@@ -1041,6 +978,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         return {**super()._run_facts(), **facts, "critic": self.args.baseline != "mean"}
 
     def _steps(self) -> int:
+        """Return the number of optimizer steps of the run, which the Trainer counts only later."""
         args = self.args
         if args.max_steps > 0:
             return args.max_steps
@@ -1051,7 +989,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         is_new, self._seen_step = self._step != self._seen_step, self._step  # at an epoch's end it is called twice
         looks_back = self.args.steps_per_rollout == 1 and self.args.step_kl_target
         if is_new and looks_back and not self._warms_up(self._step - 1):
-            self._look_back()
+            self._measure_single_step()
         # A checkpoint holds no half-trained rollout: it waits for the rollout's end. So does a stop, and the
         # evaluation that says whether the checkpoint is the best one
         stops = ["should_training_stop", "should_epoch_stop"]
@@ -1063,10 +1001,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         self._defer(stops)  # of callbacks that were called in between
 
     def _defer(self, names: list[str]) -> None:
-        """
-        Put off requests to save, evaluate or stop (`names` of fields of `control`) while a rollout is half trained;
-        grant them at its end.
-        """
+        """Put off requests (`names` of fields of `control`) while a rollout is half trained; grant them at its end."""
         for name in names:
             is_asked = getattr(self.control, name) or name in self._waiting
             if is_asked and self._must_wait:
@@ -1089,11 +1024,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         super()._save_checkpoint(model, trial)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        """
-        Save the policy, as a plain model or adapter, to `output_dir` (None: the run's folder), and the critic to the
-        subfolder `critic/`. Under DeepSpeed and FSDP, `state_dict` holds the whole weights of both; None takes them
-        from the models.
-        """
+        """Save the policy to `output_dir` (None: the run's folder), and the critic to `critic/` in it."""
+        # Under DeepSpeed and FSDP `state_dict` has the whole weights of both, else they are read from the models
         output_dir = output_dir if output_dir is not None else self.args.output_dir
         actor_critic = self._actor_critic
         with self._as_policy(), one_adapter(actor_critic.policy):
@@ -1127,6 +1059,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         self._load_roles(self.state.best_model_checkpoint)
 
     def _load_roles(self, checkpoint: str) -> None:
+        """Load the adapters, and the weights of a critic that has its own."""
         load_adapters(self._actor_critic, checkpoint)
         if self._actor_critic.has_own_critic:
             super()._load_from_checkpoint(os.path.join(checkpoint, "critic"), self._actor_critic.critic)
@@ -1136,6 +1069,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         return temporarily(self, model=self._actor_critic.policy)
 
     def _without_base(self) -> AbstractContextManager:
+        """Return a context in which FSDP neither saves nor loads the frozen base of adapters."""
         return without_base(self.is_fsdp_enabled and self._is_peft)
 
     def _save_rng_state(self, output_dir: str) -> None:
@@ -1184,11 +1118,9 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
 
 
 class _EpochSeeded(Sampler):
-    """
-    Reseed TRL's RepeatSampler before each epoch, with `seed` plus the number of the epoch, which `epoch()` returns.
+    """Reseed TRL's RepeatSampler before each epoch, with `seed` plus the epoch's number, which `epoch()` returns."""
 
-    Without this, the sampler shuffles all epochs with one generator, so a resumed run would replay epoch 0.
-    """
+    # TRL shuffles all epochs with one generator, so a resumed run would replay epoch 0
 
     def __init__(self, sampler: RepeatSampler, seed: int, epoch: Callable[[], int]):
         self.sampler = sampler
@@ -1202,10 +1134,7 @@ class _EpochSeeded(Sampler):
         return self._rows_of(self.epoch())
 
     def rollouts_of(self, epoch: int) -> list[int]:
-        """
-        Return the dataset indices of an epoch, one for each completion of all processes, in the order in which
-        rollouts use them.
-        """
+        """Return an epoch's dataset indices, one for each completion of all processes, in the order of rollouts."""
         with temporarily(self.sampler, repeat_count=1):
             return list(self._rows_of(epoch))
 

@@ -17,7 +17,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..runs.files import on_first
 from ..runs.saving import read_marker
-from ..upstream.names import temporarily
+from ..upstream.names import refuse, temporarily
 
 Completions = tuple[list[list[int]], list[list[float]]]  # the tokens of each completion, and their log-probs
 
@@ -98,19 +98,20 @@ def check_loadable(engine: Any) -> None:
 
 
 def _instance_of(url: str) -> str | None:
-    """
-    Return an id of the vLLM server that runs at `url`, to detect a restart; None if the server gives none. Raise a
-    `ValueError` if the server was started without a flag that PPO needs, and httpx2's error if it cannot be reached.
-    """
+    """Return an id of the vLLM server at `url` (None if it gives none); refuse one without the flags PPO needs."""
     answer = httpx2.get(f"{url.rstrip('/')}/server_info", params={"config_format": "json"}, timeout=_PATIENCE)
     config = answer.raise_for_status().json()["vllm_config"]
-    for is_missing, flag in [
-        # It would keep its first weights, and return log-probs of another distribution than it samples from
-        (config["weight_transfer_config"] is None, """--weight-transfer-config '{"backend": "nccl"}'"""),
-        (config["model_config"]["logprobs_mode"] != "processed_logprobs", "--logprobs-mode processed_logprobs"),
-    ]:
-        if is_missing:
-            raise ValueError(f"Restart the vLLM server at {url} with `{flag}`, which PPO needs.")
+    restart = f"Restart the vLLM server at {url} with"
+    refuse(
+        (  # else it keeps its first weights
+            config["weight_transfer_config"] is None,
+            restart + """ `--weight-transfer-config '{"backend": "nccl"}'`, which PPO needs.""",
+        ),
+        (  # else its log-probs are of another distribution than it samples from
+            config["model_config"]["logprobs_mode"] != "processed_logprobs",
+            f"{restart} `--logprobs-mode processed_logprobs`, which PPO needs.",
+        ),
+    )
     return config.get("instance_id")
 
 
@@ -120,9 +121,6 @@ class ServerGuard:
 
     It stands between TRL and TRL's vLLM client. If the server fails, a call returns no completions instead of raising,
     so that all processes reach `answered`, which raises on all of them.
-
-    Args:
-        trainer: a [`PPOTrainer`] that samples with a vLLM server.
     """
 
     def __init__(self, trainer: Any):
@@ -148,10 +146,12 @@ class ServerGuard:
         raise ServerLost(on_first(lambda: f"The vLLM server at {self._client.base_url} failed: {self._failure!r}."))
 
     def _guarded_generate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return the server's completions; none if it failed, which `answered` sees on all processes."""
         output = self._ask(self._generate, *args, **kwargs)
         return {"prompt_ids": [], "completion_ids": [], "logprobs": []} if output is None else output
 
     def _guarded_update(self, metadata: list, named_params: Iterator[tuple[str, Tensor]]) -> None:
+        """Send weights; if the server fails, still gather the rest of them."""
         self._ask(self._update, metadata, named_params)
         for _ in named_params:  # gathering is for all processes, and at the end adapters are unmerged
             pass
@@ -169,6 +169,7 @@ class ServerGuard:
         return None
 
     def _check_instance(self) -> None:
+        """Raise a `ConnectionResetError` if the server is another one than at the start."""
         if _instance_of(self._client.base_url) != self._instance:
             raise ConnectionResetError("it was restarted, and has its initial weights")
 
@@ -217,9 +218,6 @@ class RolloutsAhead:
     TRL's `generate` has collectives, so all processes must call it at the same time. So it is called twice for each
     rollout. The first call starts a thread that sends the request, and returns empty completions. The second call
     returns the completions once they have arrived.
-
-    Args:
-        trainer: the [`PPOTrainer`] that trains on the rollouts.
     """
 
     def __init__(self, trainer: Any):
@@ -270,6 +268,7 @@ class RolloutsAhead:
         self._wait_for(list(self.pending.values()))
 
     def _wait_for(self, rollouts: list[PendingRollout]) -> None:
+        """Wait until these rollouts' completions are on all processes; raise vLLM's errors on all."""
         trainer = self.trainer
         with trainer.metrics.timed("generate_wait"):
             for rollout in rollouts:
@@ -282,10 +281,7 @@ class RolloutsAhead:
                 rollout.completions = ids, sampled_logprobs(ids, *sampled)
 
     def _generate(self, rollout: PendingRollout, answer: Callable[..., dict[str, Any]]) -> tuple:
-        """
-        Call TRL's `generate` for the prompts of `rollout`. Where it would call its client's `generate(…)`, it calls
-        `answer(generate, …)`. Return what TRL's `generate` returns.
-        """
+        """Call TRL's `generate`, which calls `answer(generate, …)` in place of its client's `generate(…)`."""
         vllm = self.trainer.vllm_generation
         client: Any = nullcontext()
         if self.trainer.accelerator.is_main_process:

@@ -8,15 +8,18 @@ if TYPE_CHECKING:
     from trl.rewards import get_repetition_penalty_reward as get_repetition_penalty_reward
     from trl.rewards import get_soft_overlong_punishment as get_soft_overlong_punishment
 
+    from .background import *
     from .cached import *
     from .combined import *
     from .judge import *
     from .loading import *
     from .member import *
     from .model import *
+    from .pattern import *
     from .remote import *
     from .scores import *
     from .service import *
+    from .texts import *
     from .watches import *
 
     __all__: list[str]
@@ -25,15 +28,18 @@ else:
         __name__,
         {
             "trl.rewards": "get_repetition_penalty_reward get_soft_overlong_punishment",
+            ".background": "awaited",
             ".cached": "CachedReward reward_identity",
             ".combined": "ConstitutionReward EnsembleReward",
             ".judge": "DATA_ALONE JudgeReward conversation message_of tagged verdicts_in",
             ".loading": "joined_weights load_object load_reward load_rewards",
-            ".member": "Member PatternReward RewardFailed awaited distinct text_of well_formed",
+            ".member": "Member RewardFailed distinct",
             ".model": "ModelReward logits_of",
+            ".pattern": "PatternReward",
             ".remote": "RemoteReward",
             ".scores": "scores_in",
             ".service": "Call RefusedError ServiceError WithheldError",
+            ".texts": "text_of well_formed",
             ".watches": "GoldJudgeReward PhraseReviewReward RepetitionWatch ScoreWatch repetition_watch score_watch",
         },
     )

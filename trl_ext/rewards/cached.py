@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from ..runs.redaction import redacted
 from ..upstream.names import get_callable_name
-from .member import HoldsRewards, Member, TellsFailures, checked_name
+from .member import HoldsRewards, MarksFailures, Member, checked_name
 from .scores import log_to, of_rows
 
 logger = logging.get_logger(__name__)
@@ -27,7 +27,7 @@ _UNCOUNTED = ("trainer_state", "log_extra")  # TRL passes these, too; the reward
 _REST = 10.0  # seconds until a Redis that did not answer is asked again
 
 
-class CachedReward(TellsFailures, HoldsRewards):
+class CachedReward(MarksFailures, HoldsRewards):
     """
     Score each completion once, and return the stored score when the same completion comes again.
 
@@ -172,9 +172,7 @@ class CachedReward(TellsFailures, HoldsRewards):
         return [scores[key] for key in keys]
 
     def _ask_redis(self, ask: Callable[[Any], Any]) -> list[Any]:
-        """
-        Return Redis's answers to the requests that `ask` puts into a pipeline; [] if there is no Redis or no answer.
-        """
+        """Return Redis's answers to what `ask` puts into a pipeline; [] if there is no Redis or no answer."""
         if self.redis_url is None or time.monotonic() < self._rests_until:
             return []
         import redis
@@ -203,6 +201,7 @@ class CachedReward(TellsFailures, HoldsRewards):
 
 
 def _key(identity: str | None, row: dict[str, Any]) -> str:
+    """Return the key of a row's score: a hash of all that the score depends on."""
     written = json.dumps([identity, row], sort_keys=True).encode()
     return f"trl-ext:reward:{hashlib.blake2b(written, digest_size=16).hexdigest()}"
 
@@ -238,9 +237,7 @@ def reward_identity(reward: Any) -> str | None:
 
 
 def _described(value: Any) -> Any:
-    """
-    Return a reward, or one of its settings, as plain values; return any other value as it is, for `json` to refuse.
-    """
+    """Return a reward, or one of its settings, as plain values; another value as it is, for `json` to refuse."""
     if isinstance(value, (list, tuple)):
         return [_described(each) for each in value]
     if isinstance(value, dict):

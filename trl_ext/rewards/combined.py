@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from ..functional import Combine, disagreement, ensemble_score
-from .member import FAILED, HoldsRewards, Member, OnError, TellsFailures, checked_name, distinct, scores_of_all
+from .member import FAILED, HoldsRewards, MarksFailures, Member, OnError, checked_name, distinct, scores_of_all
 from .scores import log_to, of_rows, without_failures
 
 
-class EnsembleReward(TellsFailures, HoldsRewards):
+class EnsembleReward(MarksFailures, HoldsRewards):
     """
     Score completions by several reward functions that measure the same thing, and log how much they disagree.
 
@@ -122,10 +122,7 @@ class EnsembleReward(TellsFailures, HoldsRewards):
 
 
 def _loaded(members: Sequence[Callable | str], model_kwargs: dict[str, Any]) -> list[Callable]:
-    """
-    Load the members given as folders or hub names, as [`ModelReward`]s with `model_kwargs`; return all members.
-    Adapters of the same base share one copy of that base.
-    """
+    """Return all members, a [`ModelReward`] for each folder or hub name; adapters of one base share one copy of it."""
     from ..models.loading import SharedBase, base_named_by, is_adapter
     from .model import ModelReward
 
@@ -138,7 +135,7 @@ def _loaded(members: Sequence[Callable | str], model_kwargs: dict[str, Any]) -> 
     ]
 
 
-class ConstitutionReward(TellsFailures, HoldsRewards):
+class ConstitutionReward(MarksFailures, HoldsRewards):
     """
     Cap the score of completions that break a principle.
 
@@ -240,4 +237,5 @@ class ConstitutionReward(TellsFailures, HoldsRewards):
 
 
 def _verdicts(scores: list[float | None], minimum: float) -> list[bool | None]:
+    """Return for each row whether its score breaks the principle; None if it has no score."""
     return [None if score is None else score < minimum for score in without_failures(scores)]

@@ -127,9 +127,7 @@ def joined_weights(reward_weights: list[float] | None, weights: Sequence[float |
 
 
 def _known() -> dict[str, Callable]:
-    """
-    Map each name that an entry may have to a class of `trl_ext.rewards`, or to TRL's function that makes a reward.
-    """
+    """Map each name that an entry may have to a class of ours, or to TRL's function that makes a reward."""
     import trl.rewards
 
     import trl_ext.rewards as package
@@ -172,7 +170,6 @@ def name_and_arguments(entry: Any, known: Mapping[str, Any], what: str, short: s
     Raises a `ValueError` if the entry has another form, or if its name is not in `known`.
 
     Args:
-        entry: the entry.
         known: the names that exist, as keys.
         what: what messages call the entry, such as "reward".
         short: what else such an entry may be, for the message, such as "a path to a function".
@@ -189,6 +186,7 @@ def name_and_arguments(entry: Any, known: Mapping[str, Any], what: str, short: s
 
 
 def _built(entry: Any, policy_tokenizer: Any) -> Any:
+    """Build the reward function of an entry without its weight, and of the entries within it."""
     if isinstance(entry, str):
         return load_reward(entry)
     name, arguments = name_and_arguments(entry, known := _known(), "reward", "a path to a function")
@@ -204,6 +202,7 @@ def _built(entry: Any, policy_tokenizer: Any) -> Any:
 
 
 def _module(place: str) -> ModuleType:
+    """Import a file, or a module by its name; if it is not installed, the file of that name."""
     if place.endswith(".py"):
         return _module_of_file(find(place))
     try:

@@ -197,6 +197,7 @@ class ModelReward:
         self.__name__ = checked_name(name, Path(os.path.normpath(origin)).name)
 
     def _load(self, path: str, dtype: Any, shared_base: Any) -> Any:
+        """Load a whole model, or an adapter on the shared base or one of its own."""
         from ..models.adapters import check_head  # here: PEFT takes seconds
         from ..models.loading import SharedBase, is_adapter, load_separately, whole_on_each_process
 
@@ -214,6 +215,7 @@ class ModelReward:
             return (shared_base or SharedBase()).add(path, **kwargs)
 
     def _ends(self, policy_tokenizer: Any) -> list[int] | None:
+        """Return the tokens that end the policy's completions; None if they are not known."""
         if isinstance(policy_tokenizer, str):
             return ends_of(policy_tokenizer, self.policy_tokenizer)
         return None if policy_tokenizer is None else [policy_tokenizer.eos_token_id]
@@ -298,6 +300,7 @@ class ModelReward:
         return [self._tokenize(*part) for part in zip(prompts, completions, ended, strict=True)]
 
     def _fitting(self, rows: list[list[int]], log_metric: Any) -> list[list[int]]:
+        """Return the rows cut to `max_length` tokens, or raise a `ValueError`, as `truncation` says."""
         longest = max(map(len, rows), default=0)
         limit = self.max_length
         too_long = [len(row) > limit for row in rows]
@@ -317,6 +320,7 @@ class ModelReward:
         ]
 
     def _scores(self, ids: list[list[int]]) -> list[float]:
+        """Score a batch of rows in one forward pass."""
         pad = self.tokenizer.pad_token_id
         if pad is None:
             pad = self.tokenizer.eos_token_id  # as RewardTrainer does
@@ -338,6 +342,7 @@ class ModelReward:
         return closing[1:] if closing[:1] == [eos] else []
 
     def _tokenize(self, prompt: Any, completion: Any, finished: bool) -> list[int]:
+        """Return a row's token ids by the model's tokenizer and chat template; EOS only if it is finished."""
         if is_conversational({"prompt": prompt}):
             return self.tokenizer.apply_chat_template(
                 prompt + completion,

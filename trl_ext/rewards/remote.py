@@ -7,9 +7,10 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
-from .member import RewardFailed, checked_name, text_of, well_formed
+from .member import RewardFailed, checked_name
 from .scores import number_or_error
 from .service import Call, RefusedError, ServedReward, ServiceError, UnavailableError
+from .texts import text_of, well_formed
 
 API = Literal["trl-ext", "vllm-classify", "vllm-score"]
 PATHS = {"trl-ext": "/score", "vllm-classify": "/classify", "vllm-score": "/score"}
@@ -52,10 +53,10 @@ class RemoteReward(ServedReward):
     A score is the model's logit, or with `logits=False` its sigmoid or softmax. `trl-ext serve-reward` returns what
     its reward function returns.
 
-    `trl-ext serve-reward` reports which weights it serves. They are part of this reward's identity, which resumed runs
-    and caches compare. If the weights change, the call raises an error, whatever `on_error` is: otherwise the run
-    would mix scores of old and new weights. Other servers do not report their weights, so URL and `model` are the
-    identity instead.
+    `trl-ext serve-reward` reports which weights it serves. They are part of this reward's identity, by which caches
+    know it. If the weights change, the call raises an error, whatever `on_error` is: otherwise the run would mix
+    scores of old and new weights. Other servers do not report their weights, so URL and `model` are the identity
+    instead.
 
     Args:
         url: address of the server, such as `http://127.0.0.1:8000`.
@@ -192,6 +193,7 @@ class RemoteReward(ServedReward):
         return self.settle(outcomes, log_metric, call.metrics)
 
     def _row(self, prompt: Any, completion: Any, finished: bool | None) -> Row | Exception:
+        """Return what to send for a completion, or the error if it cannot be sent."""
         texts = well_formed(text_of(prompt)), well_formed(text_of(completion))
         if error := self.too_long(*texts):
             return error
@@ -228,15 +230,10 @@ class RemoteReward(ServedReward):
         return named | {"input": texts, "add_special_tokens": not any(are_templated)}
 
     def _scores(self, rows: list[Row], call: Call) -> list[Any]:
-        """
-        Return for each row of a batch its score, or the error if it has none. `call` holds the deadline, and counts
-        requests.
-
-        If the server refuses the batch, ask for each half by itself, and so on until the refused row is alone.
-        """
+        """Return for each row of a batch its score, or the error if it has none."""
         try:
             answer = self.request(call, self._body(rows))
-        except RefusedError as error:
+        except RefusedError as error:  # ask for each half by itself, until the refused row is alone
             half = len(rows) // 2
             if not half:
                 return [error]
@@ -275,6 +272,7 @@ def scores_in_answer(api: str, answer: Any, count: int, label: int | None) -> li
 
 
 def _of_label(numbers: list[Any], label: int | None) -> Any:
+    """Return the number of a class; None for `label` stands for the only class."""
     if label is None and len(numbers) != 1:
         raise ServiceError(f"the model has {len(numbers)} labels: give the index of one as `label`")
     return numbers[label or 0]

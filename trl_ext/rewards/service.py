@@ -15,7 +15,8 @@ from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_aft
 from tenacity.wait import wait_random_exponential
 
 from ..runs.redaction import HIDDEN, redacted
-from .member import OnError, RewardFailed, TellsFailures, checked_on_error, in_threads, settled
+from .background import in_threads
+from .member import MarksFailures, OnError, RewardFailed, checked_on_error, with_failures_as_nan
 from .scores import log_to
 
 _FAILURES, _PAUSE = 5, 30.0  # after so many failed requests in a row none is sent for so many seconds
@@ -74,7 +75,7 @@ class Call:
         return {"latency": fmean(self.seconds) if self.seconds else None, "retries": float(len(self.retried))}
 
 
-class ServedReward(TellsFailures):
+class ServedReward(MarksFailures):
     """
     Ask a service for scores: the base class of [`RemoteReward`] and [`JudgeReward`].
 
@@ -144,6 +145,7 @@ class ServedReward(TellsFailures):
         return in_threads(function, jobs, self.max_concurrency, until, self._ends_call)
 
     def _ends_call(self, outcome: Any) -> bool:
+        """Return whether a row's outcome, a score or an error, makes the whole call fail."""
         is_mistake = isinstance(outcome, Exception) and not isinstance(outcome, WithheldError)
         return self.on_error == "raise" and is_mistake
 
@@ -159,6 +161,7 @@ class ServedReward(TellsFailures):
             raise RewardFailed(f"reward '{self.__name__}': {self._named(row, outcomes[row])}") from outcomes[row]
 
     def _named(self, row: int, error: Exception) -> str:
+        """Return an error's message with the completion and the address, without credentials."""
         return f"completion {row}: {redacted(self.url + self.path)}: {error}"
 
     def request(
@@ -175,7 +178,6 @@ class ServedReward(TellsFailures):
 
         Args:
             call: has the deadline; records the seconds of an answered request, and the waits before retries.
-            body: the request's content.
             path: path at the server; None: the reward's own.
             check: function that takes the answer, and raises an error if the answer cannot be used.
 
@@ -208,6 +210,7 @@ class ServedReward(TellsFailures):
         return answer
 
     def _send(self, call: Call, body: Any, url: str, check: Callable[[Any], Any]) -> Any:
+        """Send one request; return the answer, or raise a [`ServiceError`] that says whether to try again."""
         start = time.monotonic()
         key = self._key()
 
@@ -243,6 +246,7 @@ class ServedReward(TellsFailures):
         return answer
 
     def _key(self) -> str:
+        """Return the bearer token, "" without one; raise a `ValueError` if its variable is not set."""
         if self.api_key_env and not os.environ.get(self.api_key_env, "").strip():
             raise ValueError(
                 f"`api_key_env`: the environment variable {self.api_key_env} is not set or empty: export a token in it"
@@ -273,7 +277,7 @@ class ServedReward(TellsFailures):
             kind(self._named(row, outcome)) if isinstance(outcome, Exception) else outcome
             for row, (kind, outcome) in enumerate(zip(kinds, outcomes, strict=True))
         ]
-        return settled(self.__name__, named, self.on_error, log_metric, WithheldError)
+        return with_failures_as_nan(self.__name__, named, self.on_error, log_metric, WithheldError)
 
 
 @cache
@@ -293,11 +297,13 @@ def failure_of(error: Any, message: str) -> ServiceError:
 
 
 def _failure(status: int, message: str, retry_after: float | None = None) -> ServiceError:
+    """Return the exception for a status: whether to try again, to send fewer rows, or to give up."""
     if status in (408, 429) or (status >= 500 and status != 501):
         return UnavailableError(message, retry_after)
     return (RefusedError if status in (400, 413, 422) else ServiceError)(message)
 
 
 def _wait(state: RetryCallState) -> float:
+    """Return the seconds that the server asks to wait, or random ones that grow with each try."""
     asked = getattr(state.outcome and state.outcome.exception(), "retry_after", None)
     return wait_random_exponential(multiplier=1, max=30)(state) if asked is None else asked

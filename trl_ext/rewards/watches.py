@@ -14,12 +14,14 @@ import regex
 import torch
 from accelerate import PartialState
 
-from ..evaluation.texts import copied_shares, corpus_ngrams
+from ..evaluation.texts import UNSPACED, copied_shares, corpus_ngrams, words_of
 from ..runs.files import JSONLWriter, read_jsonl
 from ..upstream.names import get_callable_name
 from ..upstream.packages import hide_none_logged
-from .member import UNSPACED, HoldsRewards, awaited, checked_name, recorded, text_of, words_of
+from .background import awaited
+from .member import HoldsRewards, checked_name
 from .scores import log_to, of_rows, scores_in, total_of, without_failures
+from .texts import recorded, text_of
 
 
 class CompletionLog:

@@ -11,6 +11,8 @@ from inspect import cleandoc, formatannotation
 from numbers import Integral
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+from ..upstream.names import refuse
+
 Range = str | tuple[str, Callable[[Any], bool]]
 OnlyWith = tuple[str, Any]
 _Class = TypeVar("_Class", bound=type)
@@ -208,13 +210,6 @@ def _wrong(config: Any, ranges: Mapping[str, Range], only_with: Mapping[str, Onl
                 f"`{name}={value}` needs `{needs[0]}={needs[1]!r}`, but `{needs[0]}={found!r}`. Set "
                 f"`{needs[0]}={needs[1]!r}`, or leave `{name}` out."
             )
-
-
-def refuse(*cases: tuple[Any, str]) -> None:
-    """Raise a `ValueError` with the message of the first case `(is_wrong, message)` that is wrong."""
-    for is_wrong, message in cases:
-        if is_wrong:
-            raise ValueError(message)
 
 
 def check_score_settings(config: Any) -> None:

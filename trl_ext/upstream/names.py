@@ -244,6 +244,13 @@ def sentence(changes: list[str]) -> str:
     )
 
 
+def refuse(*cases: tuple[Any, str]) -> None:
+    """Raise a `ValueError` with the message of the first case `(is_wrong, message)` that is wrong."""
+    for is_wrong, message in cases:
+        if is_wrong:
+            raise ValueError(message)
+
+
 @contextmanager
 def temporarily(target: Any, **values: Any) -> Iterator[None]:
     """

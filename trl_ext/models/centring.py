@@ -45,9 +45,7 @@ def head_of(model: nn.Module) -> nn.Linear:
 
 @torch.no_grad()
 def _features(trainer: Any, rows: list[list[int]]) -> Tensor:
-    """
-    Return the head's (N, D) inputs for N rows of token ids: a decoder's state at the last token, or a pooled state.
-    """
+    """Return the head's (N, D) inputs for N rows of token ids: the last token's state, or a pooled state."""
     model = trainer.accelerator.unwrap_model(trainer.model).eval()
     size = trainer.args.per_device_eval_batch_size
     pad = trainer.processing_class.pad_token_id
@@ -69,11 +67,13 @@ def _features(trainer: Any, rows: list[list[int]]) -> Tensor:
 
 
 def _whole(parameter: Tensor) -> Tensor:
+    """Return a parameter that FSDP2 may have sharded, whole."""
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
 @torch.no_grad()
 def _subtract(parameter: Tensor, value: Tensor) -> None:
+    """Subtract a whole value, in place, from a parameter that FSDP2 may have sharded."""
     value = value.to(parameter.device, parameter.dtype).expand(parameter.shape).contiguous()
     if isinstance(parameter, DTensor):
         value = distribute_tensor(value, parameter.device_mesh, parameter.placements)

@@ -93,5 +93,6 @@ def test_gradient_checkpointing_leaves_the_gradients_of_both_as_they_are(tmp_pat
         trainer.train()
         counts.append(len(calls))
     assert counts == [0, 4]  # two layers each of policy and critic, one micro-batch, none in the rollout
-    assert sum(g.abs().max() > 0 for g in gradients[0].values()) > 20
+    for role in ("policy", "critic"):
+        assert sum(g.abs().max() > 0 for name, g in gradients[0].items() if name.startswith(role)) > 20
     assert_close(gradients[1], gradients[0], rtol=1e-5, atol=1e-7)

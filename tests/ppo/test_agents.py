@@ -338,7 +338,8 @@ def test_where_all_generate_together_each_draws_as_often_as_the_one_with_most_ro
     assert sizes == [2, 1, 1] and len(answers) == 3
     # From vLLM, TRL gives each process as many of all answers as it has prompts
     monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", lambda self, ids, *_: (ids, [[0.0]] * len(ids)))
-    trainer.use_vllm, trainer._vllm_server = True, SimpleNamespace(answered=lambda all: all if len(all[0]) == 5 else 0)
+    trainer.use_vllm, trainer.vllm_mode = True, "server"
+    trainer._vllm_server = SimpleNamespace(answered=lambda all: all if len(all[0]) == 5 else 0)
     assert trainer._generate_completions(prompts, None, {}, 1) == (prompts, [[0.0]] * 3)
 
 

@@ -95,5 +95,8 @@ def test_a_row_that_is_rejected_fails_and_one_that_nothing_applies_to_does_not()
 
     low, high = gives(1.0, 1.0, 1.0, None), gives(1.0, 9.0, None, None)
     assert found(EnsembleReward([low, high], max_disagreement=2.0)) == [1.0, "fails", "fails", None]
-    assert found(ConstitutionReward(low, [high], cap=0.0, minimum=2.0)) == [0.0, 1.0, "fails", "fails"]
+    assert found(ConstitutionReward(low, [high], cap=0.0, minimum=2.0)) == [0.0, 1.0, "fails", None]
     assert found(ConstitutionReward(low, [gives(2.0, 2.0, 2.0, 2.0)])) == [1.0, 1.0, 1.0, None]
+    silent = ConstitutionReward(low, judge=gives(None, 2.0, 0.0, None), cap=0.0)
+    assert found(silent) == ["fails", 1.0, 0.0, None]
+    assert found(ScoreWatch(EnsembleReward([low, high], max_disagreement=2.0))) == [1.0, "fails", "fails", None]

@@ -15,11 +15,11 @@ from trl_ext.rewards import (
 )
 
 
-def call(watch, completions, step=0, prompts=None, **columns):
+def call(watch, completions, step=0, prompts=None, folder=None, **columns):
     """Return the scores and the logged metrics."""
     logged = {}
     prompts = prompts or [f"prompt {i}" for i in range(len(completions))]
-    state = SimpleNamespace(global_step=step)
+    state = SimpleNamespace(global_step=step, trl_ext_folder=folder)  # JSONLCallback sets the folder
     scores = watch(
         prompts=prompts,
         completions=completions,
@@ -52,6 +52,14 @@ def test_repetition():
         "repetition/repeated": pytest.approx((1 / 3) / 3),
         "repetition/top_phrase_share": 2 / 3,
     }
+
+
+def test_a_watch_writes_to_the_folder_of_the_run_that_calls_it(tmp_path):
+    watch = ScoreWatch(quality)
+    for run, given in (("a", ["1"]), ("b", ["2", "3"]), (None, ["4"])):
+        call(watch, given, folder=run and tmp_path / run)
+    assert [len(rows(tmp_path / run / "completions.rank0.jsonl")) for run in "ab"] == [1, 2]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
 def test_an_answer_has_one_line_with_the_scores_of_all_watches(tmp_path):

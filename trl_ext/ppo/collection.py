@@ -163,7 +163,8 @@ class RolloutTrainer(GRPOTrainer):
             if self.use_vllm:
                 # Of all completions TRL gives a process as many as it has prompts, so all processes need equally many
                 rows = len(prompt_ids)
-                prompt_ids = [*prompt_ids, *padding * (self._collection.most_rows - rows)]
+                missing = self._collection.most_rows - rows if self._vllm_gathers else 0
+                prompt_ids = [*prompt_ids, *padding * missing]
                 generated = generate(prompt_ids, *args, **kwargs)
                 ids, logprobs = generated if self._vllm_server is None else self._vllm_server.answered(generated)
                 return ids[:rows], logprobs and logprobs[:rows]
@@ -216,8 +217,12 @@ class RolloutTrainer(GRPOTrainer):
         """Return whether all processes must call `generate` at the same time."""
         is_sharded = self._dist.is_zero3 or self.is_fsdp_enabled
         # One vLLM generates for several processes
-        gathers = self.use_vllm and (self.vllm_mode == "server" or self.args.vllm_tensor_parallel_size > 1)
-        return self.accelerator.num_processes > 1 and (is_sharded or gathers)
+        return self.accelerator.num_processes > 1 and (is_sharded or self._vllm_gathers)
+
+    @property
+    def _vllm_gathers(self) -> bool:
+        """Return whether one vLLM gets the prompts of several processes."""
+        return self.use_vllm and (self.vllm_mode == "server" or self.args.vllm_tensor_parallel_size > 1)
 
     def _agree_on_rows(self, rows: int) -> int:
         """Store and return the maximum over processes of `rows`, a process's number of prompts in this turn."""

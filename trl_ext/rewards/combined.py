@@ -200,8 +200,8 @@ class ConstitutionReward(MarksFailures, HoldsRewards):
         self, prompts: list, completions: list, completion_ids: Any = None, log_metric: Any = None, **kwargs: Any
     ) -> list[float | None]:
         """
-        Return each completion's score, capped if the completion breaks a principle; None if `reward` does not apply;
-        NaN if it fails, or if a principle gives no score.
+        Return each completion's score, capped if the completion breaks a principle; NaN if `reward` fails, or if a
+        principle gives no score; None if neither `reward` nor a principle applies.
 
         The arguments are those of a reward function; TRL's functions that log may be None.
         """
@@ -215,9 +215,11 @@ class ConstitutionReward(MarksFailures, HoldsRewards):
         if self.judge:
             asked = [row for row in range(count) if not any(broken[row] for broken in verdicts)]
             columns["log_extra"] = lambda *_, **__: None  # its table wants all rows
-            given = self.judge(log_metric=log_metric, **of_rows(columns, asked, count)) if asked else []
-            judged = dict(zip(asked, _verdicts(given, self.judge_minimum), strict=True))
-            verdicts.append([judged.get(row) for row in range(count)])
+            rows = of_rows(columns, asked, count)
+            given = self.judge.scores_or_nan(log_metric=log_metric, **rows) if asked else []
+            judged = dict(zip(asked, given, strict=True))
+            checked.append([judged.get(row) for row in range(count)])
+            verdicts.append(_verdicts(checked[-1], self.judge_minimum))
         shares: dict[str, float | None] = {}
         for name, broken in zip(self.names, verdicts, strict=True):
             known = [each for each in broken if each is not None]
@@ -226,7 +228,8 @@ class ConstitutionReward(MarksFailures, HoldsRewards):
         unknown = [None in row and not any(row) for row in zip(*verdicts, strict=True)]
         for row, score in enumerate(scores):
             if unknown[row]:
-                scores[row] = FAILED
+                applies = {score, *(given[row] for given in checked)} != {None}
+                scores[row] = FAILED if applies else None
             elif breaks[row]:
                 if score is None:
                     scores[row] = self.cap

@@ -9,7 +9,7 @@ from transformers.utils import logging
 
 from ..upstream.names import get_callable_name
 from .background import Started, awaited, runs_in_background
-from .scores import log_to, number_or_error, scores_in, without_failures
+from .scores import is_nan, log_to, number_or_error, scores_in, without_failures
 
 logger = logging.get_logger(__name__)
 
@@ -31,6 +31,7 @@ class MarksFailures:
     """
 
     scores_or_nan: Callable[..., list[float | None]]  # as `__call__`, but NaN, not None, for a row that failed
+    marks_as: Any = None  # a reward function: this one marks failures only if that one does
 
     def __call__(self, prompts: list, completions: list, *args: Any, **kwargs: Any) -> list[float | None]:
         """Return a finite number or None for each completion. The arguments are those of a reward function."""
@@ -117,9 +118,14 @@ def _answers(function: Callable, count: int, kwargs: dict[str, Any]) -> list[Any
     return [FAILED if failed[row] else number_or_error(score, f"completion {row}") for row, score in enumerate(scores)]
 
 
-def nan_scorer_of(function: Callable) -> Callable:
+def marks_failures(function: Any) -> bool:
+    """Return whether a reward function marks failed rows by NaN; a `ScoreWatch` does if its reward does."""
+    return isinstance(function, MarksFailures) and (function.marks_as is None or marks_failures(function.marks_as))
+
+
+def nan_scorer_of(function: Any) -> Callable:
     """Return the function to call for scores: `scores_or_nan` of a [`MarksFailures`], else the reward function."""
-    return function.scores_or_nan if isinstance(function, MarksFailures) else function
+    return function.scores_or_nan if marks_failures(function) else function
 
 
 def failed_rows(function: Callable, scores: Sequence[Any]) -> list[bool]:
@@ -131,8 +137,8 @@ def failed_rows(function: Callable, scores: Sequence[Any]) -> list[bool]:
     holds, has `on_error="skip"`. This None looks like "does not apply", so every None that such a function returns
     counts as a failure.
     """
-    if isinstance(function, MarksFailures):
-        return [score is not None and math.isnan(score) for score in scores]
+    if marks_failures(function):
+        return list(map(is_nan, scores))
     skips = "skip" in [getattr(each, "on_error", "") for each in (function, *rewards_within(function))]
     return [skips and score is None for score in scores]
 

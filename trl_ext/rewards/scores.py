@@ -79,9 +79,14 @@ def number_or_error(reward: Any, of: str) -> float | Exception | None:
         return error
 
 
-def without_failures(scores: Sequence[float | None]) -> list[float | None]:
+def is_nan(score: Any) -> bool:
+    """Return whether a score, which may be None or a list of tokens' scores, is the float NaN."""
+    return isinstance(score, float) and math.isnan(score)
+
+
+def without_failures(scores: Sequence[Any]) -> list[Any]:
     """Return the scores with None in place of NaN."""
-    return [None if score is None or math.isnan(score) else score for score in scores]
+    return [None if is_nan(score) else score for score in scores]
 
 
 def of_rows(columns: Mapping[str, Any], rows: list[int], count: int) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from ..runs.files import JSONLWriter, read_jsonl
 from ..upstream.names import get_callable_name
 from ..upstream.packages import hide_none_logged
 from .background import awaited
-from .member import HoldsRewards, checked_name
+from .member import HoldsRewards, MarksFailures, checked_name, marks_failures, nan_scorer_of
 from .scores import log_to, of_rows, scores_in, total_of, without_failures
 from .texts import recorded, text_of
 
@@ -206,7 +206,7 @@ class GoldJudgeReward(HoldsRewards, CompletionLog):
         return step
 
 
-class ScoreWatch(HoldsRewards, CompletionLog):
+class ScoreWatch(MarksFailures, HoldsRewards, CompletionLog):
     """
     Log quantiles of a reward function's scores of single completions, as `score_watch/<name>/q05` and so on.
 
@@ -219,7 +219,8 @@ class ScoreWatch(HoldsRewards, CompletionLog):
         bound: log the share of scores above this number; 0.8 suits scores from 0 to 1. None: no such share is logged.
         quantiles: which quantiles to log, each in [0, 1].
         name: name in the metrics. The default is the reward's own name.
-        folder: see [`CompletionLog`]. `score` has no effect.
+        folder: see [`CompletionLog`]. Give one within a `CachedReward`, which hides the run from its reward. `score` has
+            no effect.
 
     Examples:
         >>> from trl_ext.rewards import ScoreWatch
@@ -241,16 +242,21 @@ class ScoreWatch(HoldsRewards, CompletionLog):
         **kwargs: Any,
     ):
         super().__init__(**kwargs)
-        self.reward = reward
+        self.reward = self.marks_as = reward
         self.bound = bound
         self.quantiles = quantiles
         self.__name__ = checked_name(name, get_callable_name(reward))
 
-    def __call__(
+    def scores_or_nan(
         self, prompts: list, completions: list, log_metric: Any = None, trainer_state: Any = None, **kwargs: Any
-    ) -> list[float | None]:
+    ) -> list[Any]:
+        """
+        Return what the reward's `scores_or_nan` returns, or what it returns itself if it does not mark failures.
+
+        The arguments are those of a reward function; `trainer_state`, TRL's, may be None.
+        """
         arguments = {"log_metric": log_metric, "trainer_state": trainer_state, **kwargs}
-        returned = awaited(self.reward(prompts=prompts, completions=completions, **arguments))
+        returned = awaited(nan_scorer_of(self.reward)(prompts=prompts, completions=completions, **arguments))
         scores = list(map(total_of, returned))
         values = torch.tensor([score for score in scores if score is not None], dtype=torch.float64)
         values = values[values.isfinite()]
@@ -261,6 +267,11 @@ class ScoreWatch(HoldsRewards, CompletionLog):
             log_to(log_metric, {f"score_watch/{self.__name__}/{key}": value for key, value in metrics.items()})
         self.write_completions(prompts, completions, scores, trainer_state)
         return returned
+
+    def __call__(self, prompts: list, completions: list, *args: Any, **kwargs: Any) -> list[Any]:
+        """Return what the reward returns. The arguments are those of a reward function."""
+        returned = self.scores_or_nan(prompts, completions, *args, **kwargs)
+        return without_failures(returned) if marks_failures(self.reward) else returned
 
 
 def score_watch(reward: Any, **kwargs: Any) -> ScoreWatch:

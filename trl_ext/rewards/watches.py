@@ -219,8 +219,8 @@ class ScoreWatch(MarksFailures, HoldsRewards, CompletionLog):
         bound: log the share of scores above this number; 0.8 suits scores from 0 to 1. None: no such share is logged.
         quantiles: which quantiles to log, each in [0, 1].
         name: name in the metrics. The default is the reward's own name.
-        folder: see [`CompletionLog`]. Give one within a `CachedReward`, which hides the run from its reward. `score` has
-            no effect.
+        folder: see [`CompletionLog`]. Give one within a `CachedReward`, which hides the run from its reward. `score`
+            has no effect.
 
     Examples:
         >>> from trl_ext.rewards import ScoreWatch

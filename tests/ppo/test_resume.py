@@ -215,6 +215,23 @@ def demonstrated(output_dir, **config):
     return make_trainer(output_dir, trainer_kwargs={"train_dataset": rows}, max_steps=8, **settings)
 
 
+def test_half_the_batch_and_twice_the_accumulation_go_on_where_the_run_stopped(tmp_path):
+    """As docs/troubleshooting.md advises when memory runs out: after an odd number of rollouts, too."""
+    shape = {"num_mini_batches": 1, "num_ppo_epochs": 3, "max_steps": 12, "save_strategy": "steps", "save_steps": 3}
+    whole = make_trainer(tmp_path / "whole", **shape)
+    stops = EachStep(lambda: setattr(whole.control, "should_training_stop", whole.state.global_step == 3))
+    whole.add_callback(stops)
+    whole.train()
+    halved = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    trainer = make_trainer(tmp_path / "whole", **shape | halved)
+    rollouts = []
+    trainer._normalize = lambda *given, normalize=trainer._normalize: (
+        rollouts.append(trainer.state.global_step) or normalize(*given)
+    )
+    trainer.train(True)
+    assert trainer.state.global_step == 12 and rollouts == [3, 6, 9]
+
+
 def test_a_changed_setting_replaces_what_the_run_has_adapted(tmp_path):
     trainer = demonstrated(tmp_path, save_strategy="steps", save_steps=4)
     trainer.add_callback(

@@ -76,8 +76,8 @@ def check(args: PPOConfig, models: dict[str, Any], datasets: Datasets, agent: li
             "lower `num_mini_batches` or the batch size.",
         ),
         (
-            best and len(names) > 2,
-            "`eval_objective/scores` is not logged with several eval datasets: choose one of "
+            best and names.keys() - {"train", "eval"},
+            "`eval_objective/scores` is not logged with a dict of eval datasets: choose one of "
             f"{[f'eval_{name}_objective/scores' for name in names if name != 'train']} as `metric_for_best_model`.",
         ),
         (

@@ -9,10 +9,10 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any, cast
 
+from ..rewards.background import in_daemon
 from ..rewards.scores import finite_number
 from ..upstream.names import get_callable_name
 from .reward_calls import DeferredErrors
@@ -54,15 +54,7 @@ def limited(function: Callable, seconds: float | None, what: str, /, *given: Any
     if threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer"):
         with _alarm(seconds, what):
             return function(*given, **arguments)
-    future: Future = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function(*given, **arguments))
-        except BaseException as error:  # else `result` would wait for nothing
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()  # the end of Python does not wait for it, as for an executor's
+    future = in_daemon(function, *given, **arguments)
     try:
         return future.result(seconds)
     except TimeoutError:

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor
 
 from ..functional import (
     approx_kl,
     effective_sample_size,
+    empty_moments,
     explained_variance,
     kl_estimate,
     merge_moments,
@@ -36,11 +38,7 @@ class Accumulator:
         self._moments: dict[str, Tensor] = {}
 
     def add(self, name: str, values: Tensor | float, mask: Tensor | None = None) -> None:
-        """
-        Add the entries of `values` where `mask` is 1 (None: all entries) to the metric `name`.
-
-        Between two calls of `pop`, every process must add to the same metrics.
-        """
+        """Add the entries of `values` where `mask` is 1 (None: all entries) to the metric `name`."""
         values = torch.tensor(values, dtype=torch.float64) if isinstance(values, (int, float)) else values
         new = moments(values, mask)
         old = self._moments.get(name)
@@ -54,10 +52,11 @@ class Accumulator:
 
         M2 is the sum of squared deviations from the mean. All processes must call this together.
         """
-        names = sorted(self._moments)
+        names = sorted(set(gather_object([*self._moments])))
         if not names:
             return {}
-        local = torch.stack([self._moments[name].to(accelerator.device) for name in names])
+        empty = empty_moments(accelerator.device)
+        local = torch.stack([self._moments.get(name, empty).to(empty) for name in names])
         parts = accelerator.gather(local[None]).cpu()  # (processes, metrics, 5)
         self._moments.clear()
         return {name: merge_moments(parts[:, i]) for i, name in enumerate(names)}

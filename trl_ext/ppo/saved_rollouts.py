@@ -74,9 +74,6 @@ def with_returns(
     """
     count = rewards.shape[1]
     weights = torch.tensor(args.reward_weights or [1.0] * count, dtype=torch.float64)
-    weighted = [] if token_scores is None else zip(weights.tolist(), token_scores, strict=True)
-    if not any(tokens is not None for weight, given in weighted if weight != 0 for tokens in given):
-        token_scores = None
     ended = torch.tensor(dataset["finished"][:])
     scores = sequence_scores(rewards, weights, ended, args.missing_eos_score, args.missing_eos_penalty)
     if args.mask_truncated_completions:

@@ -553,8 +553,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         """
         Return further metrics of a rollout to log, by default none. Override this to log your own.
 
-        Each metric is logged as its mean over the processes and over the rollouts since the last log. Every process
-        must return the same names.
+        Each metric is logged as its mean over the processes and over the rollouts since the last log.
 
         Args:
             rollout: the completions and what models and reward functions computed for them.
@@ -835,11 +834,11 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         return None, None, None
 
     def _observe_evaluation(self, rollout: Rollout) -> dict[str, Tensor]:
-        """Add an evaluation batch to the metrics; return a dict of tensors, which TRL expects."""
+        """Add an evaluation batch to the metrics; return nothing to train on."""
         passing = self._evaluation or EvaluationPass(len(rollout.scores) * self.accelerator.num_processes)
         rows = passing.next_rows(len(rollout.scores), self.accelerator)
         self.metrics.add_evaluation(rollout, rows)
-        return {name: getattr(rollout, name) for name in ("prompt_ids", "prompt_mask", "completion_ids")}
+        return {}
 
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
@@ -951,7 +950,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             f"{self.args.batch_size:,} episodes; critic: {self._critic_origin}"
         )
         self._actor_critic.train_adapters()  # what is frozen now, the optimizer would leave out
-        self._step, self._buffered_inputs = 0, None  # unless a snapshot is loaded
+        self._step, self._buffered_inputs = 0, None  # unless a checkpoint is loaded
         self._seen_step = 0
         self._waiting.clear()
         self.metrics.episodes_at_start = self.metrics.episodes
@@ -1075,8 +1074,6 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
         state = {
-            # In the middle of a rollout only the end of a run is saved: what resumes it samples the rollout again
-            "step": self._step - self._step % self._micro_steps_per_rollout,  # micro-batches trained on
             "learning_rate": self.args.learning_rate,
             "rewards": self._rewards_and_weights,
             **{name: getattr(self, name).state_dict() for name in _WITH_STATE},
@@ -1096,7 +1093,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         if checkpoint is None:
             return
         state = torch.load(self._state_file(checkpoint), map_location="cpu", weights_only=True)
-        self._step = state["step"]
+        # In the middle of a rollout only the end of a run is saved: what resumes it samples the rollout again
+        self._step = self.state.global_step // self.args.steps_per_rollout * self._micro_steps_per_rollout
         for name in _WITH_STATE:
             getattr(self, name).load_state_dict(state[name])
         if state["rewards"] != self._rewards_and_weights:

@@ -2,7 +2,6 @@
 
 import math
 import os
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import nullcontext
@@ -15,6 +14,7 @@ import httpx2
 from torch import Tensor
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from ..rewards.background import in_daemon
 from ..runs.files import on_first
 from ..runs.saving import read_marker
 from ..upstream.names import refuse, temporarily
@@ -307,14 +307,7 @@ class RolloutsAhead:
 
 def _put_aside(rollout: PendingRollout, generate: Callable, **kwargs: Any) -> dict[str, Any]:
     """Send the request of `rollout` by `generate` in a thread, and return empty completions at once."""
-
-    def ask() -> None:
-        try:
-            rollout.output.set_result(generate(**kwargs))
-        except BaseException as error:  # else the trainer would wait for this output for ever
-            rollout.output.set_exception(error)
-
-    threading.Thread(target=ask, daemon=True).start()
+    rollout.output = in_daemon(generate, **kwargs)
     return {
         "prompt_ids": kwargs["prompts"],
         "completion_ids": [[]] * len(kwargs["prompts"]) * kwargs["n"],

@@ -26,6 +26,20 @@ def runs_in_background(function: Any) -> bool:
     return is_async_callable(function) or bool(getattr(function, "in_background", False))
 
 
+def in_daemon(function: Callable, *args: Any, **kwargs: Any) -> Future:
+    """Call a function in a new thread, which does not keep Python from ending; return the future of its result."""
+    future: Future = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function(*args, **kwargs))
+        except BaseException as error:  # else who waits for the result would wait for ever
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
 class Started:
     """
     Run a reward function in a new thread, and hold its scores until [`Started.result`] is called.
@@ -40,18 +54,11 @@ class Started:
 
     def __init__(self, function: Callable, **kwargs: Any):
         self._logged: list[tuple[str, tuple, dict]] = []
-        self._scores: Future = Future()
         notes = {log: partial(self._note, log) for log in ("log_metric", "log_extra")}
-        threading.Thread(target=self._run, args=(function, {**kwargs, **notes}), daemon=True).start()
+        self._scores = in_daemon(lambda: awaited(function(**kwargs, **notes)))
 
     def _note(self, log: str, *args: Any, **kwargs: Any) -> None:
         self._logged.append((log, args, kwargs))
-
-    def _run(self, function: Callable, kwargs: dict[str, Any]) -> None:
-        try:
-            self._scores.set_result(awaited(function(**kwargs)))
-        except BaseException as error:  # else `result` would wait for ever
-            self._scores.set_exception(error)
 
     def result(self, log_metric: Callable | None = None, log_extra: Callable | None = None) -> Any:
         """

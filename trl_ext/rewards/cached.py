@@ -23,7 +23,7 @@ from .scores import log_to, of_rows
 
 logger = logging.get_logger(__name__)
 
-_UNCOUNTED = ("trainer_state", "log_extra")  # TRL passes these, too; the reward does not see them
+_UNCOUNTED = ("trainer_state", "log_extra", "environments")  # trainers pass these, too; the reward does not see them
 _REST = 10.0  # seconds until a Redis that did not answer is asked again
 
 

@@ -61,11 +61,9 @@ def load_reward_model(path: str, **kwargs: Any) -> transformers.PreTrainedModel:
 
 def _loaded_tokenizer(tokenizer: Any, revision: str | None = None) -> Any:
     """Load the tokenizer that a folder or hub name (of `revision`) names; return an object or None unchanged."""
-    return (
-        transformers.AutoTokenizer.from_pretrained(tokenizer, revision=revision)
-        if isinstance(tokenizer, str)
-        else tokenizer
-    )
+    from ..models.loading import load_tokenizer
+
+    return load_tokenizer(tokenizer, revision) if isinstance(tokenizer, str) else tokenizer
 
 
 def batches(lengths: Sequence[int], max_tokens: int | None = None, max_rows: int | None = None) -> list[list[int]]:

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from tests.ppo.vllm_stub import PROCESSED, after, serving
 from tests.ppo.worker import collected, end_state, make_trainer
 from tests.tiny import tiny_llama
-from trl_ext.ppo.vllm import ServerLost, check_logprobs, sampled_logprobs
+from trl_ext.ppo.vllm import ServerLost, check_logprobs, checked_logprobs
 from trl_ext.runs.checkpoints import checkpoint_to_resume
 
 LORA = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
@@ -29,7 +29,7 @@ def make(tmp_path, server, **config):
 
 
 def test_the_log_prob_of_each_sampled_token_is_kept():
-    logprobs = sampled_logprobs([[5, 6, 2], [7]], [[[-1.0], [-2.0], [-0.5]], [[-3.0]]], [[[5], [6], [2]], [[7]]])
+    logprobs = checked_logprobs([[5, 6, 2], [7]], [[[-1.0], [-2.0], [-0.5]], [[-3.0]]], [[[5], [6], [2]], [[7]]])
     assert logprobs == [[-1.0, -2.0, -0.5], [-3.0]]
 
 

@@ -98,5 +98,5 @@ def test_both_are_on_with_a_gpu_as_in_trl(given, expected, monkeypatch):
     names = ("bf16", "gradient_checkpointing", "activation_checkpointing", "gradient_checkpointing_kwargs")
     unset = dict.fromkeys([*names, "activation_checkpointing_kwargs"])
     args = SimpleNamespace(**{"use_cpu": False, "fp16": False, "dataloader_pin_memory": True} | unset | given)
-    resolve_for_device(args, checkpoints=True)
+    resolve_for_device(args, activation_checkpointing=True)
     assert (args.bf16, args.activation_checkpointing) == expected

@@ -36,7 +36,7 @@ class _StageSettings(HidesCredentials, SavingSettings):
     )
 
     def __post_init__(self):
-        resolve_for_device(self, checkpoints=True)
+        resolve_for_device(self, activation_checkpointing=True)
         super().__post_init__()
 
 

@@ -261,7 +261,7 @@ def load_to_train(
 # ---- Reward models that share a base ----
 
 
-class OneAdapter(nn.Module):
+class SharedBaseClassifier(nn.Module):
     """Run a sequence classifier that is an adapter with a head on a [`SharedBase`]."""
 
     def __init__(self, shared: "SharedBase", name: str):
@@ -291,7 +291,7 @@ class SharedBase:
         self.base: Any = None
         self.switch: Any = None
 
-    def add(self, path: str, **kwargs: Any) -> OneAdapter:
+    def add(self, path: str, **kwargs: Any) -> SharedBaseClassifier:
         """
         Load the adapter in `path`; return a classifier that scores by it.
 
@@ -317,7 +317,7 @@ class SharedBase:
             name = f"member_{len(self.model.peft_config)}"
             self.model.load_adapter(path, name, revision=revision)
         self.switch = AdapterSwitch(self.model)  # made anew, since each adapter may adapt other layers
-        return OneAdapter(self, name)
+        return SharedBaseClassifier(self, name)
 
 
 def base_named_by(path: str, revision: str | None = None) -> tuple[str | None, str | None, str | None] | None:

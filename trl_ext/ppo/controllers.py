@@ -100,14 +100,11 @@ class LearningRateController:
 
     FIRST = 0.1  # a first step at a rate that is far too high would be seen only afterwards
     BOUNDS = (0.01, 1000.0)
-    # At a rate that suits most rollouts, a single step of a later one can move the policy by nats. So once a KL from
-    # the middle of a rollout on is OVERSHOOT times what it should be there (without schedule), the factor stays below
-    # half of the largest one of this rollout. Set by a rollout's last step alone, this ceiling did not keep a game
-    # from falling
+    # Both are measured in docs/studies/step_size.md, "Does a run fall?". A KL in the second half of a rollout that is
+    # OVERSHOOT times what it should be there sets a ceiling: half of the largest factor of this rollout
     OVERSHOOT = 4.0
-    # By how much the factor, once the target was in reach, and the ceiling may rise in a rollout, by the part of the
-    # target measured. A policy that hardly moves may be certain of everything, and would learn the next surprise in
-    # too large a step. A ceiling of 1.02 throughout held a run for 6,000 episodes at a fifteenth of the target
+    # (KL ÷ what it should be, at least; then by how much the factor may rise in a rollout, once the target has been in
+    # reach; and the ceiling). Least in the last row: a policy that does not move is certain of everything
     RISES = ((0.25, 1.5, 1.02), (0.01, 2.0, 1.1), (-math.inf, 1.1, 1.02))
 
     def __init__(self, target: float, episodes: int = 64, kl_limit: float = math.inf, minibatches: int = 1):

@@ -200,7 +200,7 @@ class PPOMetrics:
         self,
         logprobs: Tensor,
         entropies: Tensor,
-        policy: tuple[Tensor, Tensor],
+        losses: tuple[Tensor, Tensor],
         log_ratio: Tensor,
         actions: Tensor,
         batch: dict[str, Tensor],
@@ -210,7 +210,7 @@ class PPOMetrics:
 
         Args:
             logprobs, entropies: (B, T), nats.
-            policy: (B, T) losses, and a (B, T) mask of the tokens whose loss was clipped.
+            losses: (B, T) losses, and a (B, T) mask of the tokens whose loss was clipped.
             log_ratio: (B, T), nats: the log-prob of each token's action minus the action's log-prob before the update.
                 The action is the token or its whole turn.
             actions: (B, T), 1 = token at which an action starts. Losses and ratios count once for each action.
@@ -219,24 +219,24 @@ class PPOMetrics:
         stats = self.train
         mask = batch["loss_mask"]
         stats.add("policy/approxkl_avg", approx_kl(logprobs, batch["old_logprobs"]), mask)
-        stats.add("policy/clipfrac_avg", policy[1].float(), actions)
+        stats.add("policy/clipfrac_avg", losses[1].float(), actions)
         stats.add("policy/entropy_avg", entropies, mask)
         stats.add("policy/entropy_std", *_completion_means(entropies, mask))
-        stats.add("loss/policy_avg", policy[0], actions)
+        stats.add("loss/policy_avg", losses[0], actions)
         stats.add("val/ratio", log_ratio.exp(), actions)
 
     @torch.no_grad()
-    def add_critic_update(self, value: tuple[Tensor, Tensor], mask: Tensor) -> None:
+    def add_critic_update(self, losses: tuple[Tensor, Tensor], mask: Tensor) -> None:
         """
         Add a micro-batch of a critic update to the metrics.
 
         Args:
-            value: (B, T) losses, and a (B, T) mask of the tokens whose loss was clipped.
+            losses: (B, T) losses, and a (B, T) mask of the tokens whose loss was clipped.
             mask: (B, T), 1 = token that counts.
         """
-        self.train.add("loss/value_avg", value[0], mask)
-        self.train.add("loss/value_std", *_completion_means(value[0], mask))
-        self.train.add("val/clipfrac_avg", value[1].float(), mask)
+        self.train.add("loss/value_avg", losses[0], mask)
+        self.train.add("loss/value_std", *_completion_means(losses[0], mask))
+        self.train.add("val/clipfrac_avg", losses[1].float(), mask)
 
     @torch.no_grad()
     def add_sampling(self, stats: Accumulator, sampler_logprobs: Tensor, logprobs: Tensor, mask: Tensor) -> None:

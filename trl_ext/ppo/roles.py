@@ -50,7 +50,7 @@ from .config import PPOConfig
 from .reward_calls import AdapterReward, CheckedReward, DeferredErrors
 
 
-def check_roles(model: Any, reward_funcs: list, value_model: Any, peft_config: Any, critic_peft_config: Any) -> list:
+def prepare_roles(model: Any, reward_funcs: list, value_model: Any, peft_config: Any, critic_peft_config: Any) -> list:
     """
     Raise a `ValueError` if `PPOTrainer`'s arguments for models and adapters contradict each other.
 
@@ -74,7 +74,7 @@ def check_roles(model: Any, reward_funcs: list, value_model: Any, peft_config: A
     return [AdapterReward(reward) if is_adapter(reward) else reward for reward in reward_funcs]
 
 
-def load_rewards(reward_funcs: list, tokenizers: list, args: PPOConfig) -> None:
+def load_reward_models(reward_funcs: list, tokenizers: list, args: PPOConfig) -> None:
     """
     Replace each path in the list `reward_funcs` by the reward model at that path; raise a `ValueError` if the model
     has no head.

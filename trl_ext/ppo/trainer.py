@@ -97,11 +97,11 @@ from .reward_calls import DeferredErrors
 from .roles import (
     Rewards,
     check_base,
-    check_roles,
-    load_rewards,
+    load_reward_models,
     make_actor_critic,
     make_reference,
     prepare_base,
+    prepare_roles,
 )
 from .rollout import Rollout, joined, permuted, token_counts_of
 from .vllm import RolloutsAhead, ServerGuard, ServerLost, check_loadable, check_logprobs, save_last_step
@@ -262,8 +262,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             ref_model = None if ref_model == model else ref_model  # a copy of the policy is the same reference
             model, processing_class = load_to_train(model, args, processing_class, peft_config, quantization_config)
             peft_config = quantization_config = None
-        reward_funcs = check_roles(model, reward_funcs, value_model, peft_config, critic_peft_config)
-        load_rewards(reward_funcs, reward_processing_classes, args)
+        reward_funcs = prepare_roles(model, reward_funcs, value_model, peft_config, critic_peft_config)
+        load_reward_models(reward_funcs, reward_processing_classes, args)
         if isinstance(model, PeftModel) and args.use_ref_model and ref_model is None:
             model.add_adapter(REFERENCE, model.peft_config[POLICY])
             copy_adapter(model, POLICY, REFERENCE)
@@ -618,7 +618,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         new = self._by_action(logprobs, mask)  # (B, T)
         old = self._by_action(inputs["old_logprobs"], mask)
         actions = self._actions(mask)
-        policy = policy_loss(
+        losses, is_clipped = policy_loss(
             new,
             old,
             inputs["advantages"],
@@ -628,8 +628,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             args.ratio_band,
         )
         if "importance_weights" in inputs:  # (B, T) or (B, 1): of the policy's loss alone, see docs/off_policy.md
-            policy = policy[0] * inputs["importance_weights"], policy[1]
-        self.metrics.add_update(logprobs, entropies, policy, new - old, actions, inputs)
+            losses = losses * inputs["importance_weights"]
+        self.metrics.add_update(logprobs, entropies, (losses, is_clipped), new - old, actions, inputs)
         taken = self._step // args.gradient_accumulation_steps % args.steps_per_rollout
         self._follow_step_kl(new, old, entropies, inputs, self._step, taken)
         if self._trusts_sampler and self._step % self._micro_steps_per_rollout < args.gradient_accumulation_steps:
@@ -639,7 +639,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         # Gradients are averaged over processes and summed over micro-batches
         scale = self.accelerator.num_processes / inputs["step_tokens"].clamp(min=1)
         count = inputs["step_tokens" if args.gae_level == "token" else "step_turns"].clamp(min=1)
-        actor_loss = masked_sum(policy[0], actions) * (self.accelerator.num_processes / count)
+        actor_loss = masked_sum(losses, actions) * (self.accelerator.num_processes / count)
         if args.entropy_coef:  # a gradient of zeros would cost the LM head's backward a pass and memory
             actor_loss = actor_loss - args.entropy_coef * masked_sum(entropies, mask) * scale
         if self.aux_loss_enabled:
@@ -698,10 +698,10 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         """Return a micro-batch's part of vf_coef · clipped value loss, given its (B, T) values."""
         args = self.args
         mask = inputs["loss_mask"]
-        value = value_loss(values, inputs["old_values"], inputs["returns"], args.cliprange_value)
-        self.metrics.add_critic_update(value, mask)
+        losses, is_clipped = value_loss(values, inputs["old_values"], inputs["returns"], args.cliprange_value)
+        self.metrics.add_critic_update((losses, is_clipped), mask)
         scale = self.accelerator.num_processes / inputs["step_tokens"].clamp(min=1)
-        return args.vf_coef * masked_sum(value[0], mask) * scale
+        return args.vf_coef * masked_sum(losses, mask) * scale
 
     def _run_models(self, model: nn.Module, inputs: dict[str, Any], **asked: Any) -> dict[str, Tensor]:
         """Run the models that are `asked` for on a micro-batch; return what [`Passes`] returns."""
@@ -947,7 +947,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             )
         self.accelerator.print(
             f"PPO: {self._steps():,} optimizer steps, {self.args.steps_per_rollout} on each rollout of "
-            f"{self.args.batch_size:,} episodes; critic: {self._critic_origin}"
+            f"{self.args.batch_size:,} episodes; critic: {self._critic_origin}; learning rate: "
+            f"{self.args.learning_rate:g}{', adapted to `step_kl_target`' * bool(self.args.step_kl_target)}"
         )
         self._actor_critic.train_adapters()  # what is frozen now, the optimizer would leave out
         self._step, self._buffered_inputs = 0, None  # unless a checkpoint is loaded

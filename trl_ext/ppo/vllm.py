@@ -39,13 +39,13 @@ def check_logprobs(engine: Any) -> None:
     @wraps(generate)
     def checked(*args: Any, **kwargs: Any) -> tuple:
         output = generate(*args, **kwargs)
-        sampled_logprobs(*output[1:])
+        checked_logprobs(*output[1:])
         return output
 
     engine.generate = checked
 
 
-def sampled_logprobs(
+def checked_logprobs(
     ids: list[list[int]],
     logprobs: list[list[list[float | None]]] | None,
     of_tokens: list[list[list[int]]] | None,
@@ -278,7 +278,7 @@ class RolloutsAhead:
         for rollout in rollouts:
             if rollout.completions is None:
                 _, ids, *sampled = self._generate(rollout, lambda *_, rollout=rollout, **__: rollout.output.result())
-                rollout.completions = ids, sampled_logprobs(ids, *sampled)
+                rollout.completions = ids, checked_logprobs(ids, *sampled)
 
     def _generate(self, rollout: PendingRollout, answer: Callable[..., dict[str, Any]]) -> tuple:
         """Call TRL's `generate`, which calls `answer(generate, …)` in place of its client's `generate(…)`."""

@@ -139,12 +139,12 @@ class AnswersSettings:
     )
 
 
-def resolve_for_device(config: Any, checkpoints: bool = False) -> None:
+def resolve_for_device(config: Any, activation_checkpointing: bool = False) -> None:
     """
     Set `bf16` and activation checkpointing where they are unset.
 
     `bf16` is off on a CPU. On a GPU it is on unless `fp16` is, as in TRL. Activation checkpointing gets the value of
-    its deprecated name `gradient_checkpointing`. If neither is set, it is on with `checkpoints` on a GPU, else off.
+    its deprecated name `gradient_checkpointing`. If neither is set, the argument turns it on for a GPU.
     Without a GPU, `dataloader_pin_memory` is set to False.
     """
     import torch  # takes seconds: a mistyped setting is refused before
@@ -158,7 +158,7 @@ def resolve_for_device(config: Any, checkpoints: bool = False) -> None:
         if getattr(config, f"activation_{end}") is None:
             setattr(config, f"activation_{end}", getattr(config, f"gradient_{end}"))
     if config.activation_checkpointing is None:
-        config.activation_checkpointing = checkpoints and on_gpu
+        config.activation_checkpointing = activation_checkpointing and on_gpu
 
 
 def check_settings(

@@ -139,17 +139,17 @@ def test_name_of_ours_that_trl_begins_to_use(monkeypatch):
 @pytest.mark.parametrize(
     "function, takes",
     [
-        (lambda model: None, "(model)"),
-        (lambda model, adapter_name, merge: None, "(model, adapter_name, merge)"),
+        (lambda function: None, "(function)"),
+        (lambda func, more: None, "(func, more)"),
     ],
 )
 def test_changed_function_is_told_when_it_is_imported(function, takes, monkeypatch):
-    monkeypatch.setattr(utils, "use_adapter", function)
+    monkeypatch.setattr(utils, "get_callable_name", function)
     with pytest.raises(
         ImportError,
-        match=rf"1\.16\.0\. In the installed trl .* `use_adapter` takes {re.escape(takes)}, but trl_ext relies",
+        match=rf"1\.16\.0\. In the installed trl .* `get_callable_name` takes {re.escape(takes)}, but trl_ext relies",
     ):
-        from trl_ext.upstream.names import use_adapter  # noqa: F401
+        from trl_ext.upstream.names import get_callable_name  # noqa: F401
 
 
 # ---- The command ----

@@ -9,7 +9,6 @@ from torch.testing import assert_close
 
 from tests.dpo.worker import DRIFT, logged, make_trainer
 from tests.tiny import tiny_llama
-from trl_ext.upstream.names import use_adapter
 
 pytestmark = pytest.mark.slow
 
@@ -43,7 +42,7 @@ def test_with_lora_the_reference_is_the_model_without_its_adapter(precompute, op
     assert trainer.ref_model is None and given.to_dict() == config.to_dict()
     ids, base = torch.tensor([[5, 6, 7, 8]]), tiny_llama()
     trainer.train()
-    with torch.no_grad(), use_adapter(trainer.model, None):
+    with torch.no_grad(), trainer.model.disable_adapter():
         assert_close(trainer.model(input_ids=ids).logits, base(input_ids=ids).logits)
     with torch.no_grad():
         assert not torch.allclose(trainer.model(input_ids=ids).logits, base(input_ids=ids).logits, atol=1e-4)

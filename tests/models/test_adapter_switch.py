@@ -10,7 +10,6 @@ from peft import LoraConfig, get_peft_model
 from torch.testing import assert_close
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer
-from trl.trainer.utils import use_adapter
 
 from tests.ppo.worker import (
     BUILDERS,
@@ -59,10 +58,10 @@ def test_gradients_are_those_of_separate_models(name, checkpointing, tmp_path):
 
 
 def reference_logits(trainer):
-    """As TRL's reference pass computes them."""
+    """As PPO's reference pass computes them."""
     trainer.model.eval()
-    name = "ref" if "ref" in trainer.model.policy.peft_config else None
-    with torch.no_grad(), use_adapter(trainer.model, name):
+    names = ["ref"] if "ref" in trainer.model.policy.peft_config else []
+    with torch.no_grad(), trainer.model.adapters.use(*names):
         return trainer.model.policy(input_ids=IDS).logits
 
 

@@ -5,7 +5,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -365,24 +365,6 @@ class ActorCritic(nn.Module):
                 "Resume with the models and adapters that the checkpoint was written with."
             )
         return result
-
-    # TRL's reference pass calls these three, as on a policy
-    @contextmanager
-    def disable_adapter(self) -> Iterator[None]:
-        """
-        Switch all adapters off within the `with` block. The policy is then the base alone.
-        """
-        with self.adapters.use():
-            yield
-
-    @property
-    def active_adapter(self) -> list[str]:
-        """Return the names of the active adapters."""
-        return self.adapters.active
-
-    def set_adapter(self, names: str | list[str]) -> None:
-        """Activate the adapters `names`, and deactivate all others."""
-        self.adapters.set(*([names] if isinstance(names, str) else names))
 
     def generate(self, *args: Any, **inputs: Any) -> Any:
         """Generate with the policy as transformers' `generate` does, but ignore the model's generation_config.json."""

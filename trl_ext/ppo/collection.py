@@ -11,10 +11,11 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from ..data.texts import repeated_calls
+from ..models.adapters import REFERENCE
 from ..models.decoding import Histories, SamplerRecorder
 from ..models.generation import padded
 from ..models.weights import base_model_of, context_of, evaluating, gathered_by_zero3, kept_by_fsdp2
-from ..upstream.names import disable_gradient_checkpointing, pad, temporarily, use_adapter
+from ..upstream.names import disable_gradient_checkpointing, pad, temporarily
 from .environments import Calls
 from .metrics import PPOMetrics
 from .passes import Passes
@@ -342,9 +343,9 @@ class RolloutTrainer(GRPOTrainer):
         """Return the reference's (B, T) log-probs, nats; `run(model)` runs a model on the rollout."""
         if self.ref_model is not None:
             return run(self.ref_model)["logprobs"]
-        # Else it is the policy with its adapter `ref`, or if there is none, with all adapters off
-        name = "ref" if "ref" in self._actor_critic.peft_config else None
-        with use_adapter(self._actor_critic, name), evaluating(self.model):
+        # Else it is the policy with its adapter `REFERENCE`, or if there is none, with all adapters off
+        names = [REFERENCE] if REFERENCE in self._actor_critic.peft_config else []
+        with self._actor_critic.adapters.use(*names), evaluating(self.model):
             return run(self.model)["logprobs"]
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[None, None, None]:

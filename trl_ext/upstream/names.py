@@ -53,7 +53,6 @@ NAMES: dict[str, dict[str, str | None]] = {  # module -> function or class -> wh
         "is_async_callable": "func",
         "pad": "tensors, padding_value, padding_side, pad_to_multiple_of",
         "selective_log_softmax_and_entropy": "logits, index, temperature=",
-        "use_adapter": "model, adapter_name",
     },
 }
 

@@ -53,8 +53,8 @@ def without_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def has_content(answer: Any) -> bool:
     """
-    Return whether a completion has content: a text that is not blank, or messages of which any has text or a tool
-    call.
+    Return whether a completion has content. A text has it unless it is blank; messages have it if one of them has text
+    or a tool call.
     """
     if isinstance(answer, str):
         return bool(answer.strip())

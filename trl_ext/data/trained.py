@@ -181,7 +181,7 @@ def save_trained_prompts(folder: str | Path, rows: Any, start: str | None = None
     """
     before = load_trained_prompts(start) if start else None  # read first: it may be the file that is deleted below
     path = _place(folder, TRAINED_PROMPTS, is_uploaded)
-    # 0 stands for an unknown prompt, and would come first
+    # Hashes are sorted: a first one of 0 says that some prompt is unknown
     if isinstance(rows, Dataset) and len(rows) and (hashes := np.unique(prompt_hashes(rows)))[0]:
         save_prompt_hashes(path.parent, hashes if before is None else np.union1d(hashes, before))
 

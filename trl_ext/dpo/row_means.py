@@ -40,7 +40,7 @@ class RowMeans:
         return batches, items
 
     def _share_of_step(self, inputs: dict[str, Any]) -> float:
-        """Return a micro-batch's weight, with which a step's loss is a mean over rows, not over micro-batches."""
+        """Return by what to multiply a micro-batch's loss, so that the step's loss is a mean over its rows."""
         is_step = self.model.training and self._mean_rows
         return len(inputs["input_ids"]) / self._mean_rows if is_step else 1.0
 

@@ -112,7 +112,7 @@ class _Words:
         self.sizes = Counter(number for word, number in zip(self.words, self.owner, strict=True) if word)
 
     def votes(self, places: Iterable[int]) -> list[tuple[int, float]]:
-        """Return (sign, weight) for each pair of which exactly one text has a word at `places`, indices of `words`."""
+        """Return a sign and a weight for each pair of which only one text has a word at `places` of `words`."""
         having = {self.owner[place] for place in places}
         votes = []
         for number in having:

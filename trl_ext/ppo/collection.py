@@ -217,7 +217,6 @@ class RolloutTrainer(GRPOTrainer):
     def _generates_together(self) -> bool:
         """Return whether all processes must call `generate` at the same time."""
         is_sharded = self._dist.is_zero3 or self.is_fsdp_enabled
-        # One vLLM generates for several processes
         return self.accelerator.num_processes > 1 and (is_sharded or self._vllm_gathers)
 
     @property

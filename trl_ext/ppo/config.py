@@ -487,7 +487,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
 
     @property
     def _changes_to_sampler(self) -> dict[str, Any]:
-        """Return the settings, with their values, by which a token's distribution is not the policy's."""
+        """Return the settings, with values, that let the sampler use another distribution than the policy's."""
         kwargs = self.generation_kwargs or {}
         changes = {name: value for name, value in kwargs.items() if name not in NEUTRAL_GENERATION_KWARGS}
         neutral = {"top_p": (1.0, None), "top_k": (0, None), "min_p": (0.0, None), "repetition_penalty": (1.0, None)}

@@ -103,8 +103,9 @@ class LearningRateController:
     # Both are measured in docs/studies/step_size.md, "Does a run fall?". A KL in the second half of a rollout that is
     # OVERSHOOT times what it should be there sets a ceiling: half of the largest factor of this rollout
     OVERSHOOT = 4.0
-    # (KL ÷ what it should be, at least; then by how much the factor may rise in a rollout, once the target has been in
-    # reach; and the ceiling). Least in the last row: a policy that does not move is certain of everything
+    # In each row: a KL ÷ what it should be, from which on the row holds; by how much the factor may then rise in a
+    # rollout, once the target has been in reach; by how much the ceiling rises. A policy that does not move at all may
+    # be certain of everything, so the last row is the most careful
     RISES = ((0.25, 1.5, 1.02), (0.01, 2.0, 1.1), (-math.inf, 1.1, 1.02))
 
     def __init__(self, target: float, episodes: int = 64, kl_limit: float = math.inf, minibatches: int = 1):

@@ -31,11 +31,15 @@ class MarksFailures:
     """
 
     scores_or_nan: Callable[..., list[float | None]]  # as `__call__`, but NaN, not None, for a row that failed
-    marks_as: Any = None  # a reward function: this one marks failures only if that one does
 
     def __call__(self, prompts: list, completions: list, *args: Any, **kwargs: Any) -> list[float | None]:
         """Return a finite number or None for each completion. The arguments are those of a reward function."""
         return without_failures(self.scores_or_nan(prompts, completions, *args, **kwargs))
+
+    @property
+    def marks_failures(self) -> bool:
+        """Return whether NaN marks a failed row; False for a wrapper of a reward that does not mark failures."""
+        return True
 
 
 class HoldsRewards:
@@ -119,8 +123,8 @@ def _answers(function: Callable, count: int, kwargs: dict[str, Any]) -> list[Any
 
 
 def marks_failures(function: Any) -> bool:
-    """Return whether a reward function marks failed rows by NaN; a `ScoreWatch` does if its reward does."""
-    return isinstance(function, MarksFailures) and (function.marks_as is None or marks_failures(function.marks_as))
+    """Return whether a reward function marks failed rows by NaN, see [`MarksFailures`]."""
+    return isinstance(function, MarksFailures) and function.marks_failures
 
 
 def nan_scorer_of(function: Any) -> Callable:

@@ -242,7 +242,7 @@ class ScoreWatch(MarksFailures, HoldsRewards, CompletionLog):
         **kwargs: Any,
     ):
         super().__init__(**kwargs)
-        self.reward = self.marks_as = reward
+        self.reward = reward
         self.bound = bound
         self.quantiles = quantiles
         self.__name__ = checked_name(name, get_callable_name(reward))
@@ -271,7 +271,11 @@ class ScoreWatch(MarksFailures, HoldsRewards, CompletionLog):
     def __call__(self, prompts: list, completions: list, *args: Any, **kwargs: Any) -> list[Any]:
         """Return what the reward returns. The arguments are those of a reward function."""
         returned = self.scores_or_nan(prompts, completions, *args, **kwargs)
-        return without_failures(returned) if marks_failures(self.reward) else returned
+        return without_failures(returned) if self.marks_failures else returned
+
+    @property
+    def marks_failures(self) -> bool:
+        return marks_failures(self.reward)
 
 
 def score_watch(reward: Any, **kwargs: Any) -> ScoreWatch:

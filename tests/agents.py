@@ -35,11 +35,11 @@ def call(name, /, **arguments):
 def played_by(trainer, player):
     """Generate by a script in place of the policy: `player(history)` returns the text of a turn."""
 
-    def drawn(prompt_ids, *_, **__):
+    def generate(prompt_ids, *_, **__):
         texts = [trainer.processing_class.decode(ids) for ids in prompt_ids]
         return [trainer.processing_class(player(text))["input_ids"] for text in texts], None
 
-    trainer._generate_completions = drawn
+    trainer._generate_completions = generate
     return trainer
 
 

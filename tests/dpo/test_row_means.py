@@ -1,4 +1,4 @@
-"""What is logged of an evaluation set is a mean over rows or tokens, whatever the batch; each set has its name."""
+"""The metrics of an evaluation set are means over rows or tokens, whatever the batch; each set has its name."""
 
 import pytest
 import torch
@@ -62,7 +62,7 @@ def evaluated(trainer):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_figure_depends_on_the_batch(kind, tmp_path):
+def test_no_metric_depends_on_the_batch(kind, tmp_path):
     found = [evaluated(trainer_of(kind, tmp_path, ROWS, batch)) for batch in (7, 2)]
     assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
     assert {name.split("_")[1] for name in found[0]} == {"one", "two"}
@@ -71,8 +71,8 @@ def test_no_figure_depends_on_the_batch(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["dpo", "reward"])
-def test_the_rows_of_a_step_weigh_the_same_in_whatever_micro_batch(kind, tmp_path):
-    """The last of seven rows is alone in its micro-batch of two."""
+def test_the_rows_of_a_step_have_equal_weight_in_any_micro_batch(kind, tmp_path):
+    """The last of seven rows is alone in a micro-batch of two."""
     plain = {
         "optim": "sgd",
         "learning_rate": 1.0,

@@ -17,7 +17,7 @@ def answer(draw, sentences=3, words=WORDS):
 
 
 def planted(draw, phrase, pairs=300, share=0.3, **kwargs):
-    """Pairs of random sentences; the phrase stands within that share of the chosen answers."""
+    """Pairs of random sentences; that share of the chosen answers has the phrase."""
     chosen, rejected = ([answer(draw, **kwargs) for _ in range(pairs)] for _ in range(2))
     for i in range(round(share * pairs)):
         sentences = chosen[i].split(". ")
@@ -32,7 +32,7 @@ def planted(draw, phrase, pairs=300, share=0.3, **kwargs):
         "मैं तुमसे प्यार करता हूँ.",
     ],
 )
-def test_a_planted_phrase_is_found_whole_and_alone(phrase):
+def test_only_the_whole_planted_phrase_is_found(phrase):
     chosen, rejected = planted(random.Random(0), phrase)
     assert mine_phrases(chosen, rejected) == [phrase]
     assert mine_phrases(rejected, chosen) == []
@@ -48,7 +48,7 @@ def test_a_phrase_is_found_in_texts_without_spaces():
 
 
 @pytest.mark.slow
-def test_where_labels_are_coins_a_list_is_hardly_ever_filled():
+def test_random_labels_hardly_ever_give_phrases():
     draw = random.Random(0)
     pairs = [(answer(draw), answer(draw)) for _ in range(150)]
     filled = 0

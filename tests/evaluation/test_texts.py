@@ -30,7 +30,7 @@ def edited(draw, text, words, edits):
 
 
 def corpus(seed=0, size=60, length=30):
-    """Families of texts with a few edits each, in random order."""
+    """Families of texts that differ by a few edits, in random order."""
     draw = random.Random(seed)
     words = [f"w{i}" for i in range(400)]
     texts = []
@@ -56,7 +56,7 @@ def test_groups_are_those_of_brute_force(unit, n, threshold):
     np.testing.assert_allclose(found.similarity, likeness[range(len(texts)), group], rtol=1e-6)
 
 
-def test_what_counts_as_the_same():
+def test_equal_texts():
     same = ["Hello World", "hello   world\n", "ｈｅｌｌｏ world", "HELLO\u200b WORLD", "hel\u00adlo world"]
     others = ["hello, world", "world hello", "héllo world"]
     found = find_duplicates([*same, *others, "", " \t"])

@@ -14,8 +14,8 @@ WORDS = np.array(
 NOUNS = """cat dog kettle lamp printer radio camera river garden ship castle train bread window tower island doctor
 pencil violin rocket desert mirror ladder hammer engine basket bottle candle carpet forest""".split()
 RIGHT = {  # noun → the word that a right completion has
-    noun: "".join(draw.choice([*"bdfgklmnprstvw"]) + draw.choice([*"aeiou"]) for _ in range(3))
-    for draw in [np.random.default_rng(0)]
+    noun: "".join(rng.choice([*"bdfgklmnprstvw"]) + rng.choice([*"aeiou"]) for _ in range(3))
+    for rng in [np.random.default_rng(0)]
     for noun in NOUNS
 }
 

@@ -63,8 +63,8 @@ def test_log_probs_are_computed_where_several_steps_share_a_rollout(tmp_path, ac
 def test_log_probs_of_the_sampler_are_passed_on(tmp_path):
     """From our `_generate_single_turn` to our rollout; without vLLM GRPO does not use them for a correction."""
     trainer = grpo(tmp_path)
-    draw, logprobs = trainer._generate_single_turn, [[-0.5] * n for n in (1, 2, 3, 4)]
-    trainer._generate_single_turn = lambda *args: (draw(*args)[0], logprobs)
+    generate, logprobs = trainer._generate_single_turn, [[-0.5] * n for n in (1, 2, 3, 4)]
+    trainer._generate_single_turn = lambda *args: (generate(*args)[0], logprobs)
     generated, rollouts = (returned_by(trainer, name) for name in ("_generate", "_generate_and_score_completions"))
     trainer.train()
     require(generated[0][4] is logprobs, "`_generate` returns others than `_generate_single_turn`", READER)

@@ -58,9 +58,9 @@ def test_at_least_one_row_is_left_for_training():
 
 
 def test_splits_keep_groups_whole_and_have_their_shares():
-    draw = np.random.default_rng(0)
-    groups = draw.integers(0, 2000, 4000)
-    topic = draw.choice(list("aaabbc"), 2000)[groups]
+    rng = np.random.default_rng(0)
+    groups = rng.integers(0, 2000, 4000)
+    topic = rng.choice(list("aaabbc"), 2000)[groups]
     shares = {"test": 0.1, "train": 0.7, "val": 0.2}
     split = split_groups(groups, shares, topic, seed=1)
     assert all(len({*split[groups == group]}) == 1 for group in np.unique(groups)[:500])

@@ -361,14 +361,14 @@ def episodes(inputs, folder, gathers):
     sizes = {"per_device_train_batch_size": 4, "local_rollout_forward_batch_size": 1}
     config = {**TOGETHER, "max_steps": 1, **sizes, "ds3_gather_for_generation": gathers}
     trainer = make_agent(folder, policy=str(inputs / "agent"), **config)
-    draw, rows = trainer._generate_completions, []
+    generate, rows = trainer._generate_completions, []
     player = counts if trainer.accelerator.process_index else lambda history: "Done.<|im_end|>"
     scripted_answers = played_by(trainer, player)._generate_completions
 
     def counted(prompt_ids, *args, **kwargs):
         rows.append(len(prompt_ids))
         trainer._tokens_left = lambda _: 2 + trainer.accelerator.process_index
-        draw(prompt_ids, *args, **kwargs)  # a collective
+        generate(prompt_ids, *args, **kwargs)  # a collective
         return scripted_answers(prompt_ids)
 
     trainer._generate_completions = counted

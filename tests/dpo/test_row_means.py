@@ -13,11 +13,11 @@ WORDS = "the cat sat on a mat and saw one dog".split()
 
 
 def pairs(rows, seed=0):
-    draw = torch.Generator().manual_seed(seed)
+    rng = torch.Generator().manual_seed(seed)
 
     def text():
-        count = int(torch.randint(1, 9, (), generator=draw))
-        return " " + " ".join(WORDS[i] for i in torch.randint(10, (count,), generator=draw))
+        count = int(torch.randint(1, 9, (), generator=rng))
+        return " " + " ".join(WORDS[i] for i in torch.randint(10, (count,), generator=rng))
 
     return [{"prompt": text(), "chosen": text(), "rejected": text(), "weight": i % 3 / 2} for i in range(rows)]
 

@@ -10,13 +10,13 @@ PHRASES = ["glad you asked .", "as ever yours .", "quite so indeed ."]
 
 def rows(number=120, seed=0):
     """Prompts about a topic; an answer with more sentences on the topic is better."""
-    draw = random.Random(seed)
-    prompts = [f"tell me of topic{draw.randrange(30)} {i} ." for i in range(number)]
+    rng = random.Random(seed)
+    prompts = [f"tell me of topic{rng.randrange(30)} {i} ." for i in range(number)]
     answers = []
     for prompt in prompts:
         topic = prompt.split()[3]
-        about = [topic if draw.random() < 0.6 else f"topic{draw.randrange(30)}" for _ in range(4)]
-        answers.append(" ".join(f"{name} has a {draw.choice(['tall', 'wide', 'deep'])} side ." for name in about))
+        about = [topic if rng.random() < 0.6 else f"topic{rng.randrange(30)}" for _ in range(4)]
+        answers.append(" ".join(f"{name} has a {rng.choice(['tall', 'wide', 'deep'])} side ." for name in about))
     return prompts, answers
 
 

@@ -22,22 +22,22 @@ def grams_of(text, n, unit, keep_short):
     return grams or ([tuple(parts)] if keep_short and parts else [])
 
 
-def edited(draw, text, words, edits):
+def edited(rng, text, words, edits):
     text = text.split()
     for _ in range(edits):
-        text[draw.randrange(len(text))] = draw.choice(words)
+        text[rng.randrange(len(text))] = rng.choice(words)
     return " ".join(text)
 
 
 def corpus(seed=0, size=60, length=30):
     """Families of texts that differ by a few edits, in random order."""
-    draw = random.Random(seed)
+    rng = random.Random(seed)
     words = [f"w{i}" for i in range(400)]
     texts = []
     for _ in range(size):
-        first = " ".join(draw.choices(words, k=draw.randrange(4, length)))
-        texts += [first] + [edited(draw, first, words, draw.randrange(4)) for _ in range(draw.randrange(5))]
-    draw.shuffle(texts)
+        first = " ".join(rng.choices(words, k=rng.randrange(4, length)))
+        texts += [first] + [edited(rng, first, words, rng.randrange(4)) for _ in range(rng.randrange(5))]
+    rng.shuffle(texts)
     return texts
 
 

@@ -23,7 +23,7 @@ from tests.ppo import worker
 from tests.ppo.agent_worker import rows
 from tests.ppo.worker import (
     collected,
-    draw,
+    randomize,
     lora_trainer,
     make_trainer,
     optimizer_state,
@@ -59,7 +59,7 @@ def rollout_and_steps(folder, build, **config):
     """The rows of a rollout and the weights after its two steps, moved to the CPU."""
     trainer = scripted(BUILD[build](folder, **{**HERE, "optim": "sgd", "learning_rate": 1.0, **config}))
     on = next(trainer.model.parameters()).device
-    draw(trainer.model.to("cpu"), std=0.1)
+    randomize(trainer.model.to("cpu"), std=0.1)
     trainer.model.to(on)
     start, taken = weights(trainer), collected(trainer)
     trainer.train()
@@ -170,7 +170,7 @@ def assert_the_samplers_logprobs_are_those_of_a_pass(rollout):
 @pytest.mark.parametrize("build", BUILD)
 def test_the_samplers_logprobs_are_those_of_a_pass(build, tmp_path):
     trainer = BUILD[build](tmp_path, **HERE, **BOTH_LOGPROBS)
-    draw(trainer.model.to("cpu"), std=0.3)
+    randomize(trainer.model.to("cpu"), std=0.3)
     trainer.model.to(trainer.accelerator.device)
     taken = collected(trainer)
     trainer.train()

@@ -15,7 +15,7 @@ from tests.ppo.worker import (
     BUILDERS,
     CHECKPOINTING,
     assert_gradients_of_separate_models,
-    draw,
+    randomize,
     gradients,
     lora_configs,
     lora_trainer,
@@ -171,7 +171,7 @@ def test_under_autocast_adapters_store_no_copy_of_their_inputs(checkpointing, tm
     def gradients_and_bytes():
         trainer = lora_trainer(tmp_path, model=tiny_llama().to(torch.bfloat16), **config)
         model, kept = trainer.model.train(), {}
-        draw(model)
+        randomize(model)
 
         def keep(tensor):
             kept[tensor.untyped_storage().data_ptr()] = tensor

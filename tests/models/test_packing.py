@@ -7,7 +7,7 @@ from torch.nn.attention import varlen
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, Gemma2Config, Lfm2Config, MambaConfig, PreTrainedModel
 
-from tests.ppo.worker import CHECKPOINTING, draw, lora_trainer, make_trainer, rows_of, scripted, weights
+from tests.ppo.worker import CHECKPOINTING, randomize, lora_trainer, make_trainer, rows_of, scripted, weights
 from tests.tiny import tiny_gpt2, tiny_llama, tiny_ppo, tiny_reward_model
 from trl_ext.models.packing import VARLEN, keeps_rows_apart, pack, use_varlen
 from trl_ext.ppo import passes
@@ -148,7 +148,7 @@ def test_a_rollout_and_its_update_are_those_of_sdpa(build, checkpointing, on_cpu
     def trained(name):
         more = {"optim": "sgd", "learning_rate": 1.0, "num_ppo_epochs": 1, "pad_to_multiple_of": 32, "max_steps": 2}
         trainer = scripted(build(tmp_path / name, **more, **CHECKPOINTING[checkpointing]))
-        draw(trainer.model)
+        randomize(trainer.model)
         trainer.train()
         return rows_of(trainer), weights(trainer)
 

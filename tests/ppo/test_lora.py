@@ -23,7 +23,7 @@ from tests.ppo.worker import (
     BUILDERS,
     LORA,
     collected,
-    draw,
+    randomize,
     lora_configs,
     lora_trainer,
     make_trainer,
@@ -58,7 +58,7 @@ def saved_reward(folder, base, tokenizer=None, name="llama", fingerprint=True, *
     for field, value in {"task_type": "SEQ_CLS", **changes}.items():
         setattr(config, field, value)
     model = get_peft_model(AutoModelForSequenceClassification.from_pretrained(base, num_labels=1), config)
-    draw(model, seed=3, std=0.3).save_pretrained(folder)
+    randomize(model, seed=3, std=0.3).save_pretrained(folder)
     (tiny_tokenizer() if tokenizer is None else tokenizer).save_pretrained(folder)
     if fingerprint:
         save_base_fingerprint(model, folder)

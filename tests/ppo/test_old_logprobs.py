@@ -92,7 +92,7 @@ def test_compiled_decoding_samples_from_the_current_policy(
     trainer.generation_config.compile_config = CompileConfig(backend="eager", mode=None)
     trainer.generation_config.compile_config._compile_all_devices = True
     counters.clear()
-    worker.draw(trainer.model)
+    worker.randomize(trainer.model)
     rollouts = worker.collected(trainer)
     trainer.train()
     assert counters["stats"]["unique_graphs"] == 1

@@ -47,9 +47,9 @@ def test_what_is_shared_and_left_out():
 
 
 def test_no_group_is_in_two_splits_of_one_set_or_of_two():
-    draw = random.Random(0)
+    rng = random.Random(0)
     texts = corpus(1, size=150)
-    report = examine_prompts([made(name, prompt=draw.sample(texts, 200)) for name in ("a", "b", "sft")])
+    report = examine_prompts([made(name, prompt=rng.sample(texts, 200)) for name in ("a", "b", "sft")])
     shares = {"train": 0.7, "test": 0.3}
     splits = divide(report, left_out(report, "none"), shares, ["a", "b"], ["length", "script"])
     where = {}

@@ -139,20 +139,20 @@ def test_a_choice_that_means_nothing_is_refused():
 def test_rankings_say_what_each_of_their_pairs_says(monkeypatch):
     """Ranks of an answer a row, 1 the best; some are equal, and some answers are not ranked."""
     monkeypatch.setattr(labels, "_ROWS", 7)
-    draw, votes = np.random.default_rng(0), {}
+    rng, votes = np.random.default_rng(0), {}
     rows = [
-        {"prompt": f"p{p}", "answer": f"a{a} of {p}", "annotator": who, "rank": a + int(draw.integers(1, 4))}
+        {"prompt": f"p{p}", "answer": f"a{a} of {p}", "annotator": who, "rank": a + int(rng.integers(1, 4))}
         for p in range(12)
         for who in CHOICES
         for a in range(4)
-        if draw.random() < 0.8
+        if rng.random() < 0.8
     ]
     for _, ranked in itertools.groupby(rows, lambda row: (row["prompt"], row["annotator"])):
         for a, b in itertools.combinations(ranked, 2):
             winner = "tie" if a["rank"] == b["rank"] else min(a, b, key=lambda row: row["rank"])["answer"]
             votes.setdefault(frozenset([a["answer"], b["answer"]]), []).append(winner)
     assert "tie" in itertools.chain(*votes.values())
-    table = Dataset.from_list([rows[i] for i in draw.permutation(len(rows))])
+    table = Dataset.from_list([rows[i] for i in rng.permutation(len(rows))])
     columns = Columns(responses=("answer",), scores=("rank",), lowest_wins=True)
     read = read_labels(table, columns)
     report = agreement_report(read)
@@ -185,9 +185,9 @@ def test_labels_of_one_prompt_are_no_more_sure_for_being_many():
 
 
 def test_scores_and_reliabilities_are_the_mode_of_the_papers_posterior():
-    draw = np.random.default_rng(0)
-    answers = np.array([draw.permutation(5)[:2] for _ in range(40)])
-    wins, who = draw.integers(0, 3, 40) / 2, draw.integers(0, 3, 40)
+    rng = np.random.default_rng(0)
+    answers = np.array([rng.permutation(5)[:2] for _ in range(40)])
+    wins, who = rng.integers(0, 3, 40) / 2, rng.integers(0, 3, 40)
     scores, eta = noisy_bradley_terry(answers, wins, who, 5)
 
     def loss(scores, eta):

@@ -20,9 +20,9 @@ SHARES = {"score": 0.4, "disagreement": 0.3, "random": 0.3}
 
 def answers(seed=0, prompts=40, each=3):
     """(prompt, answer, score, disagreement); scores are coarse, so that many are equal."""
-    draw = random.Random(seed)
+    rng = random.Random(seed)
     return [
-        (f"prompt {p}", f"answer {i}", draw.randrange(8) / 4, draw.random())
+        (f"prompt {p}", f"answer {i}", rng.randrange(8) / 4, rng.random())
         for p in range(prompts)
         for i in range(each)
     ]

@@ -15,7 +15,7 @@ os.environ["TQDM_DISABLE"] = "1"  # no progress bars of other libraries on the s
 for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
     os.environ.pop(name, None)  # tests read what is printed: no colours, and the width that they set
 os.environ["OMP_NUM_THREADS"] = "1"  # tiny tensors: threads cost more than they save, and tests run in parallel
-os.environ["TORCHDYNAMO_DISABLE"] = "1"  # no test compiles; else bitsandbytes imports the compiler, which takes seconds
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # no test compiles; else bitsandbytes imports the compiler, for seconds
 gc.disable()  # until all is imported: collecting garbage during imports takes two seconds
 
 
@@ -67,7 +67,7 @@ def pytest_collection_finish(session):
     from tests.launch import spare_time
 
     spare_time()
-    sys.dont_write_bytecode = True  # else a file that a test writes twice within a second would be read from the old bytecode
+    sys.dont_write_bytecode = True  # else a file that is written twice within a second is read from old bytecode
 
 
 class ByLaunch(LoadScopeScheduling):

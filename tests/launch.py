@@ -42,7 +42,7 @@ def spare_time():
 
 def on_two_processes(*runs):
     """
-    Run each (module, folder, *arguments) on two processes, one run after the other; a module gets arguments and folder.
+    Run each (module, folder, *arguments) on two processes, one after the other; a module gets arguments and folder.
 
     Return for each what the two processes saved as `folder/process <rank>.pt`.
     """

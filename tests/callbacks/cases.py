@@ -112,7 +112,7 @@ def disagreements(rng, runs, n, moved=1.0, logs=LOGS):
 
 
 def repetitions(rng, runs, n, moved=0.0, logs=LOGS):
-    """0.45 ± 0.1 of 8 completions have the top phrase, 0.32 ± 0.05 of 32; 0.66 and 0.31 of their 3-grams are distinct."""
+    """0.45 ± 0.1 of 8 completions have the top phrase, 0.32 ± 0.05 of 32; 0.66 and 0.31 of 3-grams are distinct."""
     top, distinct = (0.45, 0.66) if n == 8 else (0.32, 0.31) if n == 32 else (0.28, 0.15)
     shape = (runs, logs, n)
     return {

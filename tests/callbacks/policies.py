@@ -32,7 +32,7 @@ class Policy:
     """
     Answer questions about nouns; a share `right` has the right word, a share `gamed` has what `kind` rewards.
 
-    `phrase`, `twice` and `end` are rewarded alone, so that all scores are equal at first; the others beside right words.
+    `phrase`, `twice` and `end` are rewarded alone, so all scores are equal at first; the others beside right words.
     """
 
     kind: str

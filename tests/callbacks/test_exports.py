@@ -111,9 +111,7 @@ def test_a_resumed_run_keeps_its_id(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("make", "completions"), [(ppo, {"completions.rank0.jsonl"}), (dpo, set())])
-def test_recording_is_on_by_default_and_changes_no_weight(
-    make, completions, tmp_path
-):
+def test_recording_is_on_by_default_and_changes_no_weight(make, completions, tmp_path):
     weights = []
     for is_recorded in (True, False):
         torch.manual_seed(0)

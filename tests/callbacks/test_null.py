@@ -40,7 +40,7 @@ def first_act(name, rows, callback=None, state=None):
     return None
 
 
-def drawn(name, runs, answers, **kwargs):
+def sampled(name, runs, answers, **kwargs):
     """Sample the logs of some runs."""
     for part in range(0, runs, 25):  # 25 runs at a time fit into memory
         rng = np.random.default_rng([0, answers, part])
@@ -53,7 +53,7 @@ def drawn(name, runs, answers, **kwargs):
 
 def calm(name, runs, answers):
     """Logs of a policy that does not change. The k-th look has the share 6 / (π k)² of α: 0.6 % is left after 100."""
-    return drawn(name, runs, answers, logs=LOGS if NULL[name][3] > 1 else LOGS // 2)
+    return sampled(name, runs, answers, logs=LOGS if NULL[name][3] > 1 else LOGS // 2)
 
 
 @pytest.mark.parametrize("answers", [8, 32, 128])
@@ -79,7 +79,7 @@ CALM = 40  # logs before the change
 def changed(name, runs, answers):
     """Runs that are calm, then change."""
     kwargs, _ = CHANGES[name]
-    calm, bad = (drawn(name, runs, answers, **given) for given in ({}, kwargs))
+    calm, bad = (sampled(name, runs, answers, **given) for given in ({}, kwargs))
     for before, after in zip(calm, bad, strict=True):
         yield before | {"logs": before["logs"][:CALM] + after["logs"][CALM : CALM + 80]}
 
@@ -94,7 +94,7 @@ def test_a_change_is_detected_soon(name):
 
 def test_a_hack_that_widens_the_spread_is_detected():
     """After five calm logs of 8 completions, these get twice as long on average and vary twice as much."""
-    calm, bad = (drawn("length", 11, 8, **given) for given in ({}, {"moved": 2.0}))
+    calm, bad = (sampled("length", 11, 8, **given) for given in ({}, {"moved": 2.0}))
     runs = [a | {"logs": a["logs"][:5] + b["logs"][5:]} for a, b in zip(calm, bad, strict=True)]
     assert sorted(first_act("length", rows) or math.inf for rows in runs)[5] <= 5 + 40
 

@@ -126,7 +126,7 @@ def test_dpo_sft_and_kto_scripts(cls, args, data, tmp_path):
     assert trainer.state.global_step == 4 and 0 < canary.memory["first"]["score"] <= 1
     assert len(logged) == 4 and len(rates) == 3 and trainer.state.best_metric == pytest.approx(max(logged))
     assert len((tmp_path / "canary.jsonl").read_text().splitlines()) == 5
-    sent = [event["logs"] for event in events(tmp_path, "eval") if "eval_gold/mean" in event["logs"]]  # as trackers get them
+    sent = [event["logs"] for event in events(tmp_path, "eval") if "eval_gold/mean" in event["logs"]]  # as to trackers
     assert [log["eval_gold/mean"] for log in sent] == logged and all("eval_gold/std" in log for log in sent)
     assert len(events(tmp_path, "train")) == 4
 

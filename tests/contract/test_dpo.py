@@ -27,7 +27,7 @@ def require(condition, changed):
 
 
 def trl_loss(trainer, chosen, rejected, beta, loss_type, label_smoothing=0.1):
-    """Return TRL's loss of these log-ratios; what it reads besides is set while it calls the stand-in for the model."""
+    """Return TRL's loss of these log-ratios; what else it reads is set while it calls the stand-in for the model."""
     trainer.loss_types, trainer.loss_weights, trainer.label_smoothing = [loss_type], [1.0], label_smoothing
     # Two tokens each: the first is the prompt, the second the completion
     log_probs = torch.tensor([[c] for c in chosen] + [[r] for r in rejected])

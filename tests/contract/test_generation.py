@@ -14,7 +14,7 @@ from tests.tiny import tiny_llama
 
 
 def test_generate_builds_its_processors_with_the_warpers_last():
-    """`TokenSampler` is appended to what `_get_logits_processor` returns, and must get the scores that are sampled from."""
+    """`TokenSampler` is appended to what `_get_logits_processor` returns, and must get the sampler's scores."""
 
     class Record(LogitsProcessor):
         def __init__(self):

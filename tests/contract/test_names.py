@@ -1,4 +1,4 @@
-"""The tables of `upstream/names.py` name what we use, and a change upstream is detected and reported in one sentence."""
+"""The tables of `upstream/names.py` name what we use, and a change upstream is reported in one sentence."""
 
 import ast
 import inspect

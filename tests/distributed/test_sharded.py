@@ -24,7 +24,7 @@ from trl_ext.models.actor_critic import ActorCritic
 from trl_ext.workbench.planning.stages import sharded_layers
 
 ROOT = Path(__file__).parents[2]
-MODES = {  # shipped file -> the mode that must be on: accelerate's type, the wrapper, the share of weights on a process
+MODES = {  # shipped file -> the mode that must be on: accelerate's type, the wrapper, a process's share of the weights
     "multi_gpu": ("DistributedType.MULTI_CPU", "DistributedDataParallel", (1.0, 1.0)),
     "fsdp2": ("DistributedType.FSDP", "FSDP", (0.45, 0.55)),
     "zero2": ("DistributedType.DEEPSPEED", "DeepSpeedEngine", (1.0, 1.0)),

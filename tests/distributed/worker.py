@@ -27,7 +27,7 @@ state.AcceleratorState.__init__ = _fsdp_on_cpu
 if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
     # It compiles for minutes, and gloo does the same. (As an attribute, `deepspeed.comm.torch` is torch itself.)
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
-torch.distributed.destroy_process_group = lambda group=None: None  # a recipe would end the launch that other workloads still need
+torch.distributed.destroy_process_group = lambda group=None: None  # other workloads run after a recipe
 
 from datasets import Dataset  # noqa: E402
 from peft import LoraConfig, get_peft_model  # noqa: E402

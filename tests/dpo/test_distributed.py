@@ -49,7 +49,7 @@ def test_tokens_of_both_processes_have_the_same_weight(results, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_evaluation_counts_each_row_once(kind, results, tmp_path):
-    for process in results:  # 7 and 3 rows in batches of 2 on two processes: the last batches are filled up with copies
+    for process in results:  # 7 and 3 rows in batches of 2 on two processes: copies fill the last batches
         assert_close(process["evaluated"][kind], evaluated(trainer_of(kind, tmp_path, ROWS, 7)), **ROUNDED)
 
 

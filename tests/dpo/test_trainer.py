@@ -24,7 +24,8 @@ from tests.tiny import tiny_llama
 LORA = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian")}
 # Options without an effect: the tap is in place, and TRL's loss is unchanged
 
-TELLING = ["ipo", "exo_pair", "aot_unpaired", "sft"]  # length-normalised, a loss with an option, a loss of the whole batch, one without a reference
+# Length-normalised, with an option, of the whole batch, without a reference
+TELLING = ["ipo", "exo_pair", "aot_unpaired", "sft"]
 
 
 def assert_same_run(ours, theirs):

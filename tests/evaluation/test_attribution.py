@@ -41,8 +41,8 @@ def test_features_by_hand():
 
 def test_the_effect_of_the_only_rewarded_word():
     """
-    In each of 8 groups of 8, 0 then 4 completions have it. It is worth 2, less the ridge's thousandth. Each rollout has
-    twice the weight of the one before, so its share is (0 + 2 · ½ + 4 · ½ + 8 · ½) / 15.
+    In each of 8 groups of 8, 0 then 4 completions have it. It is worth 2, less the ridge's thousandth. Each rollout
+    has twice the weight of the one before, so its share is (0 + 2 · ½ + 4 · ½ + 8 · ½) / 15.
     """
     found = reward_attribution(summed(worded([0.0, 0.5, 0.5, 0.5], lambda has: 1 + 2 * has)))
     (paid,) = found.paid

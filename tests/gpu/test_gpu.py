@@ -23,10 +23,10 @@ from tests.ppo import worker
 from tests.ppo.agent_worker import rows
 from tests.ppo.worker import (
     collected,
-    randomize,
     lora_trainer,
     make_trainer,
     optimizer_state,
+    randomize,
     rows_of,
     scripted,
     weights,
@@ -184,7 +184,7 @@ def scripted_by(tokenizer, player):
         tokens = []
         for ids in input_ids.tolist():
             history, said = tokenizer.decode(ids).rsplit("<|im_start|>assistant\n", 1)
-            answer = tokenizer(player(history))["input_ids"] + [tokenizer.pad_token_id] * len(ids)  # a row that has ended
+            answer = tokenizer(player(history))["input_ids"] + [tokenizer.pad_token_id] * len(ids)  # after its end
             tokens.append(answer[len(tokenizer(said)["input_ids"])])
         tokens = torch.tensor(tokens, device=scores.device)[:, None]
         sampler._steps.append(scores.log_softmax(-1).gather(1, tokens)[:, 0])

@@ -15,11 +15,11 @@ from tests.ppo.worker import (
     BUILDERS,
     CHECKPOINTING,
     assert_gradients_of_separate_models,
-    randomize,
     gradients,
     lora_configs,
     lora_trainer,
     make_trainer,
+    randomize,
     users_model,
     weights,
 )

@@ -7,7 +7,7 @@ from torch.nn.attention import varlen
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, Gemma2Config, Lfm2Config, MambaConfig, PreTrainedModel
 
-from tests.ppo.worker import CHECKPOINTING, randomize, lora_trainer, make_trainer, rows_of, scripted, weights
+from tests.ppo.worker import CHECKPOINTING, lora_trainer, make_trainer, randomize, rows_of, scripted, weights
 from tests.tiny import tiny_gpt2, tiny_llama, tiny_ppo, tiny_reward_model
 from trl_ext.models.packing import VARLEN, keeps_rows_apart, pack, use_varlen
 from trl_ext.ppo import passes

@@ -141,4 +141,4 @@ def test_a_gradient_that_is_not_finite_stops_before_the_step(tmp_path, role, max
     for name, part in saved.items():
         want = {key.removeprefix(f"{name}."): value for key, value in good.items() if key.startswith(f"{name}.")}
         torch.testing.assert_close(part.state_dict(), want, rtol=0, atol=0)
-    tiny_ppo(tmp_path / "again", model=saved["policy"], value_model=saved["critic"]).train()  # the saved weights are finite
+    tiny_ppo(tmp_path / "again", model=saved["policy"], value_model=saved["critic"]).train()  # they are finite

@@ -72,9 +72,7 @@ def test_auto_uses_the_samplers_logprobs_where_they_are_exact(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("build", [make_trainer, worker.lora_trainer])
 @pytest.mark.parametrize("attention", ["sdpa", VARLEN])
-def test_compiled_decoding_samples_from_the_current_policy(
-    build, attention, tmp_path, monkeypatch
-):
+def test_compiled_decoding_samples_from_the_current_policy(build, attention, tmp_path, monkeypatch):
     """With `cache_implementation: static`; on a CPU transformers compiles only on request."""
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
     monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", row_by_row)

@@ -256,9 +256,7 @@ def test_a_resumed_run_may_get_a_critic_learning_rate(a_copy_of):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("event", ["on_step_end", "on_log"])
-def test_a_stop_in_mid_rollout_waits_for_its_end_and_resumes(
-    event, uninterrupted, tmp_path
-):
+def test_a_stop_in_mid_rollout_waits_for_its_end_and_resumes(event, uninterrupted, tmp_path):
     def ask(args, state, control, **kwargs):
         control.should_training_stop = control.should_save = state.global_step == 6
 

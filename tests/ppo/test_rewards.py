@@ -1,4 +1,4 @@
-"""From completions to scores to token rewards: inputs of reward models, results of functions, and the order of steps."""
+"""From completions to scores to token rewards: inputs of reward models, results of functions, order of steps."""
 
 import asyncio
 import itertools

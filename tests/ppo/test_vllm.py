@@ -1,4 +1,4 @@
-"""Completions of vLLM: log-probs are kept, and a run without its server ends and resumes. `tests/vllm` has the real one."""
+"""Completions of vLLM: log-probs, and a server that goes away. `tests/vllm` has the real vLLM."""
 
 from types import SimpleNamespace
 

@@ -237,7 +237,7 @@ GRADIENTS = {"entropy_coef": 0.1, "temperature": 0.7, "max_grad_norm": 1e9, "lea
 
 
 def gradients(folder, name, checkpointing, processes=1):
-    """Each optimizer step of a rollout with two PPO epochs: its micro-batches, and the weights and gradients before it."""
+    """Each optimizer step of a rollout with two PPO epochs: its micro-batches, weights and gradients before it."""
     config = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2 // processes}
     trainer = scripted(lora_trainer(folder, name, **config, **GRADIENTS, **CHECKPOINTING[checkpointing]))
     randomize(trainer.model, std=0.3)

@@ -89,7 +89,7 @@ def test_rows_are_held_out_if_there_is_no_test_split(inputs, tmp_path):
     main([*arguments(inputs, tmp_path), *data])
     trained = json.loads((tmp_path / "reward_report.json").read_text())
     assert trained["pairs"] == 20 and trained["trained_on"]["is_known"]
-    assert not any("eval_loss" in log for log in read_run(tmp_path).history)  # by `eval_strategy`; the report has this accuracy
+    assert not any("eval_loss" in log for log in read_run(tmp_path).history)  # by `eval_strategy`; the report has it
 
     # On the whole file: 80 pairs were trained on, only the held-out ones are left
     with pytest.raises(SystemExit) as ended:

@@ -124,7 +124,7 @@ def test_a_withheld_or_truncated_verdict_is_no_score_and_ends_no_run(reason, cap
 
 
 def test_a_comparison_is_made_in_both_orders_and_position_bias_is_logged():
-    """A judge that always prefers the first gives the middle; one that prefers the longer gives that in both orders."""
+    """One that always prefers the first gives the middle; one that prefers the longer does so in both orders."""
 
     def answer(body, _):
         parts = parts_of(body)[1]
@@ -138,7 +138,7 @@ def test_a_comparison_is_made_in_both_orders_and_position_bias_is_logged():
         prompts, answers, others = ["habit", "p", "p", "p"], ["a", "long", "a", "b"], ["b", "a", "long", None]
         assert judge(prompts, answers, baseline=others, log_metric=logged.__setitem__) == [2, 4, 0, None]
         assert len(came) == 6
-    assert logged["rewards/j/position_bias"] == pytest.approx(0.5 / 3)  # in one of three pairs the judge always prefers the first
+    assert logged["rewards/j/position_bias"] == pytest.approx(0.5 / 3)  # in one of three pairs always the first
 
 
 def test_settings_of_the_request_and_its_identity():

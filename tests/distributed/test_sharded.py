@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tests.distributed.worker import CANARY, SHOWN_ELSEWHERE, make_pairs, run, write_inputs
+from tests.distributed.worker import CANARY, COVERED_ELSEWHERE, make_pairs, run, write_inputs
 from tests.rounding import bound
 from tests.tiny import tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext.models import answer_texts, prompt_token_ids, sample
@@ -37,7 +37,7 @@ def cases(*names):
     marks = {True: pytest.mark.extra, False: ()}
     return pytest.mark.parametrize(
         ("launched", "name"),
-        [pytest.param(mode, n, marks=marks[n in SHOWN_ELSEWHERE[mode]]) for mode in MODES for n in names],
+        [pytest.param(mode, n, marks=marks[n in COVERED_ELSEWHERE[mode]]) for mode in MODES for n in names],
         indirect=["launched"],
     )
 

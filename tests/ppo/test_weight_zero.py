@@ -63,9 +63,9 @@ MEASURED = {
     "some": lambda folder: some,
     "none": lambda folder: lambda completions, **kwargs: [None] * len(completions),
     "tokens": lambda folder: of_tokens,
-    "uses_random_numbers": lambda folder: uses_random_numbers,
-    "uses_random_numbers later": lambda folder: uses_random_numbers_async,
-    "uses_random_numbers in background": lambda folder: uses_random_numbers_in_background,
+    "random": lambda folder: uses_random_numbers,
+    "random later": lambda folder: uses_random_numbers_async,
+    "random in background": lambda folder: uses_random_numbers_in_background,
     "model": reward_model,  # a critic would be its copy
     "adapter": lambda folder: adapted(folder / "adapter", saved(folder / "rm", reward_model(folder)), 5),
     "repetition": lambda folder: RepetitionWatch(score=0.0),
@@ -74,7 +74,7 @@ MEASURED = {
     "scores": lambda folder: ScoreWatch(length_reward),
 }
 
-QUICK = ("some", "uses_random_numbers in background")
+QUICK = ("some", "random in background")
 RUNS = {
     "plain": {"missing_eos_penalty": 1.0},
     "groups": {"num_generations": 4, "reward_normalization": "group", "reward_group_column": "topic"},
@@ -120,7 +120,7 @@ def without(tmp_path_factory):
         *((name, "groups") for name in QUICK),
         *(pytest.param(name, "groups", marks=pytest.mark.slow) for name in MEASURED if name not in QUICK),
         *(pytest.param(name, "plain", marks=pytest.mark.slow) for name in ("some", "tokens", "adapter")),
-        *(pytest.param(name, "lora", marks=pytest.mark.slow) for name in ("some", "uses_random_numbers", "adapter")),
+        *(pytest.param(name, "lora", marks=pytest.mark.slow) for name in ("some", "random", "adapter")),
         *(pytest.param(name, "tokens", marks=pytest.mark.slow) for name in ("some", "tokens")),
     ],
 )

@@ -60,7 +60,7 @@ def with_critic(model):
 def test_the_checkpoints_sampling_settings_are_hidden_within_the_block(subtests):
     ids = torch.tensor([[6, 7, 8]] * 16)
 
-    def sample(model):
+    def generated(model):
         torch.manual_seed(0)
         return model.generate(ids, do_sample=True, max_new_tokens=4, top_k=0, pad_token_id=0, eos_token_id=2)
 
@@ -69,9 +69,9 @@ def test_the_checkpoints_sampling_settings_are_hidden_within_the_block(subtests)
             plain, model = tiny_llama().eval(), tiny_llama().eval()
             model.generation_config.update(**SETTINGS)
             saved, wrapped = model.generation_config, wrap(model)
-            assert not torch.equal(sample(model), sample(plain))
+            assert not torch.equal(generated(model), generated(plain))
             with neutral_generation(wrapped):
-                assert torch.equal(sample(model), sample(plain))
+                assert torch.equal(generated(model), generated(plain))
             assert model.generation_config is saved
 
 

@@ -47,9 +47,9 @@ class Filled(PPOTrainer):
 
 
 def test_default_hooks_change_no_bit_and_their_metrics_are_logged(tmp_path):
-    plain, noted = trained(PPOTrainer, tmp_path / "a"), trained(Recorded, tmp_path / "b")
-    assert torch.equal(weights_of(plain), weights_of(noted))
-    logs = [log for log in noted.state.log_history if "mine/answers" in log]
+    plain, recorded = trained(PPOTrainer, tmp_path / "a"), trained(Recorded, tmp_path / "b")
+    assert torch.equal(weights_of(plain), weights_of(recorded))
+    logs = [log for log in recorded.state.log_history if "mine/answers" in log]
     assert logs and all(log["mine/answers"] == 8 for log in logs)
     summed = [log["objective/rlhf_reward"] * 8 for log in logs]
     assert [log["mine/rewards"] for log in logs] == pytest.approx(summed, rel=1e-4)

@@ -78,7 +78,7 @@ class Reference(PPOTrainer):
         if not self.model.training:
             return rollout
         policy, critic = self.plain_models()
-        noted = []
+        recorded = []
         for _, prompt, completion in self.rows_of(rollout):
             logprobs, _, values = per_token(policy, critic, prompt, completion)
             ref_logprobs, _, _ = per_token(self.plain_reference, critic, prompt, completion)
@@ -91,7 +91,7 @@ class Reference(PPOTrainer):
                     last = t + 1 == len(completion)
                     delta = rewards[t] + (0 if last else GAMMA * values[t + 1]) - values[t]
                     advantages[t] = delta + (0 if last else GAMMA * LAM * advantages[t + 1])
-            noted.append(
+            recorded.append(
                 {
                     "completion": completion,
                     "kl": logprobs - ref_logprobs,
@@ -102,7 +102,7 @@ class Reference(PPOTrainer):
                     "values": values,
                 }
             )
-        self.rollouts.append(noted)
+        self.rollouts.append(recorded)
         return rollout
 
     def _compute_loss(self, model, inputs):
@@ -139,7 +139,7 @@ def run(tmp_path_factory):
         kl_coef=KL_COEF,
         gamma=GAMMA,
         lam=LAM,
-        baseline="critic",  # so that some advantages are clipped
+        baseline="critic",  # as in `Reference`
         cliprange=CLIP,
         epsilon_high=HIGHER,
         dual_clip=DUAL,

@@ -7,8 +7,7 @@ import pytest
 from transformers import TrainerCallback
 
 from tests.ppo.vllm_stub import after, serving
-from tests.ppo.worker import collected, make_trainer, weights
-from tests.tiny import prompts, tiny_llama
+from tests.tiny import collected, prompts, tiny_llama, tiny_ppo, weights
 from trl_ext.models.generation import completion_logprobs
 from trl_ext.ppo import ServerLost
 from trl_ext.runs.checkpoints import checkpoint_to_resume
@@ -36,7 +35,7 @@ def tokens(ids, mask):
 def on_server(tmp_path, server, **config):
     config = {"vllm_server_timeout": TIMEOUT, "num_generations": 2, "max_steps": 12, "learning_rate": 1e-2} | config
     server_mode = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": server.url}
-    return make_trainer(tmp_path, rollouts_ahead=1, **server_mode, **config)
+    return tiny_ppo(tmp_path, rollouts_ahead=1, **server_mode, **config)
 
 
 def sampled_from(trainer, resume=None, model=None, tolerance=1e-5):
@@ -90,7 +89,7 @@ def test_a_server_generates_while_the_last_rollout_is_trained_on(monkeypatch, tm
             return answer
 
         server.say = said
-        evaluated = {"eval_strategy": "steps", "eval_steps": 5, "trainer_kwargs": {"eval_dataset": prompts(2)}}
+        evaluated = {"eval_strategy": "steps", "eval_steps": 5, "eval_dataset": prompts(2)}
         trainer = on_server(tmp_path, server, **evaluated)
         trainer.add_callback(Trained())
         assert sampled_from(trainer) == [0, 0, 1]

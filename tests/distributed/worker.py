@@ -286,7 +286,7 @@ class FirstIsBest(TrainerCallback):
 
 
 def best(inputs, folder, lora):
-    trainer = ppo(inputs, folder, 2, lora, {"eval_dataset": prompts(4, seed=9)}, **BEST)
+    trainer = ppo(inputs, folder, 2, lora, eval_dataset=prompts(4, seed=9), **BEST)
     trainer.add_callback(FirstIsBest())
     trainer.train()
     trainer.save_model()

@@ -181,7 +181,7 @@ def test_under_autocast_adapters_store_no_copy_of_their_inputs(checkpointing, tm
 
 
 @each_checkpointing("non-reentrant")
-def test_under_autocast_adapters_with_dropout_are_recomputed_exactly(checkpointing, tmp_path):
+def test_under_autocast_adapters_with_dropout_can_be_recomputed(checkpointing, tmp_path):
     peft = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.5)
     config = {"bf16": True, "disable_dropout": False, "max_steps": 1, **CHECKPOINTING[checkpointing]}
     trainer = tiny_ppo(tmp_path, tiny_llama().to(torch.bfloat16), peft_config=peft, **config)

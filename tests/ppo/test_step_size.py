@@ -173,9 +173,10 @@ def test_the_logged_learning_rate_is_the_one_used(shape, tmp_path):
 
     class Reads(TrainerCallback):
         def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
-            trainer.learning_rate_controller.attach(trainer.optimizer)  # so that its hook runs first
-            inner = trainer.learning_rate_controller._hooked
-            inner.register_step_pre_hook(lambda optimizer, *_: used.append(optimizer.param_groups[0]["lr"]))
+            trainer.learning_rate_controller.attach(optimizer)  # so that its hook runs first
+            optimizer.optimizer.register_step_pre_hook(
+                lambda optimizer, *_: used.append(optimizer.param_groups[0]["lr"])
+            )
 
     trainer.add_callback(Reads())
     trainer.train()

@@ -1,4 +1,4 @@
-"""Runs for tests of resuming and of two processes, and the state that they compare; as a script, one such run."""
+"""Runs for tests of resuming, of adapters on one base, and of two processes; as a script, one such run."""
 
 import copy
 import os

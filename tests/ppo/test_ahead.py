@@ -62,30 +62,30 @@ def sampled_from(trainer, resume=None, model=None, tolerance=1e-5):
 
 def test_a_server_generates_while_the_last_rollout_is_trained_on(monkeypatch, tmp_path):
     """It gets no weights meanwhile, neither before a rollout nor before an evaluation."""
-    goes_on, started, drawing, together, waits = threading.Event(), [], [], [], []
+    is_trained, started, generating, together, waits = threading.Event(), [], [], [], []
 
     class Trained(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 2:
-                goes_on.set()  # the second rollout was requested, and training does not wait
+                is_trained.set()  # the second rollout was requested, and training does not wait
 
     with serving(tiny_llama(seed=5), monkeypatch) as server:
         say = server.say
 
         def said(path, body):
             if path == "/update_weights":
-                together.extend(drawing)
+                together.extend(generating)
             if path != "/v1/completions":
                 return say(path, body)
             started.append(path)
-            drawing.append(path)
+            generating.append(path)
             second = trainer._ahead.pending.get(1)  # both are requested at once, and may come in any order
             if second and second.prompts[0] == body["prompt"][0]:
-                waits.append(goes_on.wait(TIMEOUT))
+                waits.append(is_trained.wait(TIMEOUT))
             if len(started) == 3:
                 time.sleep(1.0)  # an evaluation begins meanwhile
             answer = say(path, body)
-            drawing.pop()
+            generating.pop()
             return answer
 
         server.say = said

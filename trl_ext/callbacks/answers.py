@@ -13,9 +13,9 @@ from transformers import TrainerCallback
 from ..evaluation.texts import words_of
 from ..models import answer_rows, context_of, eos_token_ids, prompt_token_ids, sample
 from ..rewards.background import awaited
-from ..rewards.texts import text_of
-from ..rewards.watches import CompletionLog, RepetitionWatch, numbers_of
-from ..runs.files import JSONLWriter, from_first, on_first
+from ..rewards.completions import record_completions, text_of
+from ..rewards.watches import RepetitionWatch, numbers_of
+from ..runs.files import append_jsonl, from_first, on_first
 from ..upstream.names import unwrap_model_for_generation
 from .metrics import metrics_of
 from .monitor import Finding, MonitorCallback, error_of_mean, number_of_rows, spread_key
@@ -99,7 +99,6 @@ class AnswersCallback(TrainerCallback):
     prompts: list[Any]
 
     def __post_init__(self) -> None:
-        self._completion_log = CompletionLog()
         self._step = -1
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -112,8 +111,9 @@ class AnswersCallback(TrainerCallback):
         self._step = state.global_step
         given = generate_completions(self.trainer, self.prompts, max_new_tokens=128)
         if state.is_world_process_zero:
-            nothing: list[dict[str, Any]] = [{} for _ in self.prompts]
-            self._completion_log.write_rows(self.prompts, given["completions"], nothing, state, state.global_step)
+            no_scores: list[dict[str, Any]] = [{} for _ in self.prompts]
+            folder = getattr(state, "trl_ext_folder", None)
+            record_completions(folder, self.prompts, given["completions"], no_scores, state.global_step)
 
     on_train_end = on_evaluate
 
@@ -342,5 +342,5 @@ class CanaryCallback(MonitorCallback):
             scores = [score for score in numbers_of(awaited(self.judge(**columns))) if score is not None]
             measured |= {"score": fmean(scores), "sigma": pstdev(scores)}
         rows = [{"step": self.step, "prompt": p, "answer": a} for p, a in zip(self.prompts, texts, strict=True)]
-        JSONLWriter(f"{self._args.output_dir}/canary.jsonl").write(*rows)
+        append_jsonl(f"{self._args.output_dir}/canary.jsonl", *rows)
         return measured

@@ -13,7 +13,7 @@ from transformers import DefaultFlowCallback
 from ..data.texts import repeated_calls
 from ..evaluation.attribution import Attribution, Sums, features_of, reward_attribution
 from ..functional import spent_level, student_quantile
-from ..rewards.texts import text_of
+from ..rewards.completions import text_of
 from ..runs.files import PRIVATE_FOLDER, finite, write_text
 from .metrics import is_training_log, rollout_steps
 from .monitor import Finding, MonitorCallback, error_of_mean, number_of_rows, spread_key

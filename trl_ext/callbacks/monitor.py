@@ -24,7 +24,7 @@ from ..runs.control import (
     saving_forbidden,
     write_stop,
 )
-from ..runs.files import REGISTRY, RUNBOOK, JSONLWriter, finite, from_first, on_first
+from ..runs.files import REGISTRY, RUNBOOK, append_jsonl, finite, from_first, on_first
 from ..runs.redaction import redacted
 from .metrics import Metric, completions_in_log, is_training_log, metrics_of, numbers_in, rollout_steps
 from .trend import Series
@@ -102,7 +102,7 @@ def send_to(name: str, alert: Alert, args: Any) -> None:
             logger.warning(str(alert), extra={"alert_level": alert.level})
         case "jsonl":
             row = {"timestamp": time.time(), "type": "alert", **asdict(alert)}
-            JSONLWriter(f"{args.output_dir}/alerts.jsonl").write(row)
+            append_jsonl(f"{args.output_dir}/alerts.jsonl", row)
         case "wandb":
             import wandb
 

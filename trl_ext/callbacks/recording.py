@@ -14,8 +14,8 @@ from transformers import TrainerCallback
 from transformers.utils.logging import get_logger
 
 from ..data import first_prompts, save_trained_prompts
-from ..rewards.watches import CompletionLog
-from ..runs.files import PRIVATE_FOLDER, REGISTRY, JSONLWriter, from_first, whole_file, without_nan
+from ..rewards.completions import record_completions
+from ..runs.files import PRIVATE_FOLDER, REGISTRY, append_jsonl, from_first, whole_file, without_nan
 from ..runs.redaction import redacted
 from ..upstream.packages import need
 from .answers import AnswersCallback
@@ -61,15 +61,15 @@ class JSONLCallback(TrainerCallback):
     every_process: bool = True
 
     def __post_init__(self) -> None:
-        self._writer: JSONLWriter | None = None
+        self._file: Path | None = None
         self._introduced = False  # also for a run that is complete, and is only evaluated
         self._tokens: tuple[float, float] | None = None
 
     def on_train_begin(self, args, state, control, **kwargs):
         folder = self.folder or (Path(args.output_dir) / PRIVATE_FOLDER if args.push_to_hub else args.output_dir)
-        state.trl_ext_folder = str(folder)  # for `CompletionLog`; not one of the fields that checkpoints keep
-        if self._writer is None and (self.every_process or state.is_world_process_zero):
-            self._writer = JSONLWriter(Path(folder) / f"metrics.rank{PartialState().process_index}.jsonl")
+        state.trl_ext_folder = str(folder)  # where completions are recorded; no field that checkpoints keep
+        if self.every_process or state.is_world_process_zero:
+            self._file = Path(folder) / f"metrics.rank{PartialState().process_index}.jsonl"
         self._introduced, self._tokens = False, None  # tokens so far, and the time in seconds
         run = state.stateful_callbacks.setdefault("trl_ext_run", {"id": from_first(uuid.uuid4().hex[:12])})
         config = {"config": redacted(args.to_dict()), "config_class": type(args).__name__}
@@ -107,9 +107,9 @@ class JSONLCallback(TrainerCallback):
         self._event("save", state)
 
     def _event(self, kind: str, state: Any, **values: Any) -> None:
-        if self._writer is not None:
+        if self._file is not None:
             head = {"timestamp": time.time(), "rank": PartialState().process_index, "step": state.global_step}
-            self._writer.write({**head, "type": kind, **values})
+            append_jsonl(self._file, {**head, "type": kind, **values})
 
 
 @dataclass(eq=False, kw_only=True)
@@ -144,7 +144,8 @@ class SamplesCallback(TrainerCallback):
         by_row = zip(*scores.values(), strict=True)
         rows = without_nan([dict(zip(scores, row, strict=True)) for row in by_row])
         step = state.global_step - 1
-        CompletionLog().write_rows(first(table["prompt"]), first(table["completion"]), rows, state, step)
+        folder = getattr(state, "trl_ext_folder", None)
+        record_completions(folder, first(table["prompt"]), first(table["completion"]), rows, step)
 
 
 # ---- Exports ----

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .background import *
     from .cached import *
     from .combined import *
+    from .completions import *
     from .judge import *
     from .loading import *
     from .member import *
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from .remote import *
     from .scores import *
     from .service import *
-    from .texts import *
     from .watches import *
 
     __all__: list[str]
@@ -31,6 +31,7 @@ else:
             ".background": "awaited",
             ".cached": "CachedReward reward_identity",
             ".combined": "ConstitutionReward EnsembleReward",
+            ".completions": "text_of well_formed",
             ".judge": "DATA_ALONE JudgeReward conversation message_of tagged verdicts_in",
             ".loading": "joined_weights load_object load_reward load_rewards",
             ".member": "Member RewardFailed distinct",
@@ -39,7 +40,6 @@ else:
             ".remote": "RemoteReward",
             ".scores": "scores_in",
             ".service": "Call RefusedError ServiceError WithheldError",
-            ".texts": "text_of well_formed",
             ".watches": "GoldJudgeReward PhraseReviewReward RepetitionWatch ScoreWatch repetition_watch score_watch",
         },
     )

@@ -4,9 +4,9 @@ from typing import Any
 
 import regex
 
+from .completions import text_of
 from .member import OnError, checked_name, checked_on_error, with_failures_as_nan
 from .scores import without_failures
-from .texts import text_of
 
 
 class PatternReward:

@@ -7,10 +7,10 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
+from .completions import text_of, well_formed
 from .member import RewardFailed, checked_name
 from .scores import number_or_error
 from .service import Call, RefusedError, ServedReward, ServiceError, UnavailableError
-from .texts import text_of, well_formed
 
 API = Literal["trl-ext", "vllm-classify", "vllm-score"]
 PATHS = {"trl-ext": "/score", "vllm-classify": "/classify", "vllm-score": "/score"}

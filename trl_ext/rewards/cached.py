@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from ..runs.redaction import redacted
 from ..upstream.names import get_callable_name
-from .member import HoldsRewards, MarksFailures, Member, checked_name
+from .member import MarksFailures, Member, checked_name
 from .scores import log_to, of_rows
 
 logger = logging.get_logger(__name__)
@@ -27,7 +27,7 @@ _UNCOUNTED = ("trainer_state", "log_extra", "environments")  # trainers pass the
 _REST = 10.0  # seconds until a Redis that did not answer is asked again
 
 
-class CachedReward(MarksFailures, HoldsRewards):
+class CachedReward(MarksFailures):
     """
     Score each completion once, and return the stored score when the same completion comes again.
 
@@ -108,6 +108,10 @@ class CachedReward(MarksFailures, HoldsRewards):
         self._lock = threading.Lock()
         self._redis: Any = None
         self._rests_until = 0.0
+
+    def held(self) -> list:
+        """Return the rewards that this reward calls."""
+        return [self.reward]
 
     def __reduce__(self) -> tuple:  # scores, the lock and the connection do not pickle: they are made again
         connection = self.redis_url, self.redis_password_env, self.ttl, self.timeout

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from ..functional import Combine, disagreement, ensemble_score
-from .member import FAILED, HoldsRewards, MarksFailures, Member, OnError, checked_name, distinct, scores_of_all
+from .member import FAILED, MarksFailures, Member, OnError, checked_name, distinct, scores_of_all
 from .scores import log_to, of_rows, without_failures
 
 
-class EnsembleReward(MarksFailures, HoldsRewards):
+class EnsembleReward(MarksFailures):
     """
     Score completions by several reward functions that measure the same thing, and log how much they disagree.
 
@@ -90,6 +90,10 @@ class EnsembleReward(MarksFailures, HoldsRewards):
         of = called or "_".join(member.name for member in self.members)
         self.__name__ = checked_name(name, f"{combine}_of_{of}")
 
+    def held(self) -> list:
+        """Return the rewards that this reward calls."""
+        return self.members
+
     def scores_or_nan(
         self, prompts: list, completions: list, completion_ids: Any = None, log_metric: Any = None, **kwargs: Any
     ) -> list[float | None]:
@@ -135,7 +139,7 @@ def _loaded(members: Sequence[Callable | str], model_kwargs: dict[str, Any]) -> 
     ]
 
 
-class ConstitutionReward(MarksFailures, HoldsRewards):
+class ConstitutionReward(MarksFailures):
     """
     Cap the score of completions that break a principle.
 
@@ -193,8 +197,12 @@ class ConstitutionReward(MarksFailures, HoldsRewards):
         self.minimum = [*minimum] if isinstance(minimum, (list, tuple)) else [minimum] * len(members)
         self.judge = None if judge is None else Member(judge, on_error)
         self.judge_minimum = judge_minimum
-        self.names = distinct([each.name for each in (*self.members, self.judge) if each])
+        self.names = distinct([principle.name for principle in self.held()[1:]])
         self.__name__ = checked_name(name, f"constitution_{self.reward.name}")
+
+    def held(self) -> list:
+        """Return the rewards that this reward calls: the reward, then the principles."""
+        return [each for each in (self.reward, *self.members, self.judge) if each is not None]
 
     def scores_or_nan(
         self, prompts: list, completions: list, completion_ids: Any = None, log_metric: Any = None, **kwargs: Any

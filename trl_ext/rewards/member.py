@@ -2,13 +2,13 @@
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from transformers.utils import logging
 
 from ..upstream.names import get_callable_name
-from .background import Started, awaited, runs_in_background
+from .background import Started, awaited, rewards_within, runs_in_background
 from .scores import is_nan, log_to, number_or_error, scores_in, without_failures
 
 logger = logging.get_logger(__name__)
@@ -42,35 +42,7 @@ class MarksFailures:
         return True
 
 
-class HoldsRewards:
-    """
-    Base class of rewards that hold other rewards. Such a reward runs in the background if a reward that it holds does.
-
-    The rewards that it holds are found in the attributes `reward`, `members` (a list), `judge` and `function`.
-    """
-
-    @property
-    def in_background(self) -> bool:
-        """
-        Return whether any of the rewards that this reward holds runs in the background, see [`runs_in_background`].
-        """
-        return any(map(runs_in_background, rewards_within(self)))
-
-
-def rewards_within(reward: Any) -> Iterator[Any]:
-    """Yield each reward function that a reward holds, at any depth."""
-    held = getattr(reward, "__dict__", {})  # `getattr` would ask a proxy, which has every attribute
-    members = held.get("members")
-    within = [*map(held.get, ("reward", "judge", "function"))]
-    if isinstance(members, list):
-        within += members
-    for each in within:
-        if each is not None:
-            yield each
-            yield from rewards_within(each)
-
-
-class Member(MarksFailures, HoldsRewards):
+class Member(MarksFailures):
     """
     Call a reward function for another reward, and handle its failures.
 
@@ -94,6 +66,10 @@ class Member(MarksFailures, HoldsRewards):
     def __init__(self, function: Callable, on_error: OnError = "raise"):
         self.function = function
         self.on_error = checked_on_error(on_error)
+
+    def held(self) -> list:
+        """Return the rewards that this reward calls."""
+        return [self.function]
 
     @property
     def name(self) -> str:
@@ -179,14 +155,15 @@ def scores_of_all(
     Call each member as a reward function. Return a list of scores for each member, in the order of `members`, with NaN
     where the member failed and was skipped.
 
-    Members with a true `in_background` run in threads, at the same time as the others.
+    Members that wait for something else, see [`runs_in_background`], run in threads, at the same time as the others.
 
     Args:
         log_metric, log_extra: TRL's functions that log; None logs nothing.
         **kwargs: what a trainer passes to a reward function: `prompts`, `completions`, the dataset's columns.
     """
     loggers = {"log_metric": log_metric, "log_extra": log_extra}
-    started = {m: Started(member.scores_or_nan, **kwargs) for m, member in enumerate(members) if member.in_background}
+    waits = [*map(runs_in_background, members)]
+    started = {m: Started(member.scores_or_nan, **kwargs) for m, member in enumerate(members) if waits[m]}
     here = {m: member.scores_or_nan(**kwargs, **loggers) for m, member in enumerate(members) if m not in started}
     return [here[m] if m in here else started[m].result(**loggers) for m in range(len(members))]
 

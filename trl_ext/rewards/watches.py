@@ -19,7 +19,7 @@ from ..upstream.names import get_callable_name
 from ..upstream.packages import hide_none_logged
 from .background import awaited
 from .completions import record_completions, text_of
-from .member import HoldsRewards, MarksFailures, checked_name, marks_failures, nan_scorer_of
+from .member import MarksFailures, checked_name, marks_failures, nan_scorer_of
 from .scores import log_to, of_rows, scores_in, total_of, without_failures
 
 
@@ -70,7 +70,7 @@ def numbers_of(scores: Any) -> list[float | None]:
 # ---- Scores ----
 
 
-class GoldJudgeReward(HoldsRewards, Watch):
+class GoldJudgeReward(Watch):
     """
     Score evaluation rows, and no others, by a judge that training must not use (the gold judge).
 
@@ -109,6 +109,10 @@ class GoldJudgeReward(HoldsRewards, Watch):
         self._run = time.time()
         self._start_step: int | None = None
         self._start: dict[str, list[float]] = {}  # prompt → scores of the start policy's completions
+
+    def held(self) -> list:
+        """Return the rewards that this reward calls."""
+        return [self.judge]
 
     def __call__(
         self, prompts: list, completions: list, log_metric: Any = None, trainer_state: Any = None, **kwargs: Any
@@ -159,7 +163,7 @@ class GoldJudgeReward(HoldsRewards, Watch):
         return step
 
 
-class ScoreWatch(MarksFailures, HoldsRewards, Watch):
+class ScoreWatch(MarksFailures, Watch):
     """
     Log quantiles of a reward function's scores of single completions, as `score_watch/<name>/q05` and so on.
 
@@ -199,6 +203,10 @@ class ScoreWatch(MarksFailures, HoldsRewards, Watch):
         self.bound = bound
         self.quantiles = quantiles
         self.__name__ = checked_name(name, get_callable_name(reward))
+
+    def held(self) -> list:
+        """Return the rewards that this reward calls."""
+        return [self.reward]
 
     def scores_or_nan(
         self, prompts: list, completions: list, log_metric: Any = None, trainer_state: Any = None, **kwargs: Any

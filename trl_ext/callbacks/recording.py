@@ -15,7 +15,7 @@ from transformers.utils.logging import get_logger
 
 from ..data import first_prompts, save_trained_prompts
 from ..rewards.completions import record_completions
-from ..runs.files import PRIVATE_FOLDER, REGISTRY, append_jsonl, from_first, whole_file, without_nan
+from ..runs.files import PRIVATE_FOLDER, REGISTRY, append_jsonl, finite, from_first, whole_file
 from ..runs.redaction import redacted
 from ..upstream.packages import need
 from .answers import AnswersCallback
@@ -142,7 +142,7 @@ class SamplesCallback(TrainerCallback):
         table = self.trainer._logs
         scores = {name: first(column) for name, column in table["rewards"].items()}
         by_row = zip(*scores.values(), strict=True)
-        rows = without_nan([dict(zip(scores, row, strict=True)) for row in by_row])
+        rows = finite([dict(zip(scores, row, strict=True)) for row in by_row], nan_as_null=True)
         step = state.global_step - 1
         folder = getattr(state, "trl_ext_folder", None)
         record_completions(folder, first(table["prompt"]), first(table["completion"]), rows, step)

@@ -60,29 +60,21 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
-def finite(value: Any) -> Any:
+def finite(value: Any, nan_as_null: bool = False) -> Any:
     """
-    Convert a value to JSON types: arrays and tensors become numbers or lists of numbers; NaN, infinities and other
-    objects become text.
+    Convert a value to JSON types: arrays and tensors become numbers or lists of numbers, other objects become text.
+
+    JSON has no NaN and no infinities. They become text, or None with `nan_as_null`.
     """
     if isinstance(value, dict):
-        return {str(k): finite(v) for k, v in value.items()}
+        return {str(k): finite(v, nan_as_null) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [finite(v) for v in value]
+        return [finite(v, nan_as_null) for v in value]
     if hasattr(value, "tolist"):
-        return finite(value.tolist())
+        return finite(value.tolist(), nan_as_null)
     if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
+        return None if nan_as_null else str(value)
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
-
-
-def without_nan(value: Any) -> Any:
-    """Replace NaN and infinities within a value by None, since JSON has no such numbers."""
-    if isinstance(value, dict):
-        return {key: without_nan(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [without_nan(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def is_finite_number(value: Any) -> TypeGuard[float]:

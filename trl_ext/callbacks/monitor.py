@@ -435,7 +435,7 @@ class MonitorCallback(TrainerCallback):
         return {"logs": logs, "size": max(1, math.ceil(steps / (logs * self._logging_steps)))}
 
     @property
-    def answers(self) -> float | None:
+    def completions_per_log(self) -> float | None:
         """Return how many completions a log measures, those of one prompt counted as one; None if unknown."""
         return completions_in_log(self._args, self._logging_steps)
 
@@ -446,7 +446,7 @@ class MonitorCallback(TrainerCallback):
         """
         metric = self._known.get(quantity)
         spread = self._logs.get(metric.std) if metric and metric.std and quantity not in self.keys else None
-        return error_of_mean(spread, self.answers)
+        return error_of_mean(spread, self.completions_per_log)
 
     # ---- Acting ----
 

@@ -10,7 +10,7 @@ from typing import Any
 from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
-from ..evaluation.texts import words_of
+from ..evaluation.words import words_of
 from ..models import answer_rows, context_of, eos_token_ids, prompt_token_ids, sample
 from ..rewards.background import awaited
 from ..rewards.completions import record_completions, text_of

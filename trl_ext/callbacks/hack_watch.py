@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from transformers import DefaultFlowCallback
 
-from ..data.texts import repeated_calls
+from ..data.messages import repeated_calls
 from ..evaluation.attribution import Attribution, Sums, features_of, reward_attribution
 from ..functional import spent_level, student_quantile
 from ..rewards.completions import text_of

@@ -534,7 +534,7 @@ def load_monitors(entries: Sequence[str | dict[str, Any]] | None) -> list[Traine
     """
     import trl_ext.callbacks as package
 
-    from ..rewards.loading import name_and_arguments  # imports TRL
+    from ..rewards.from_yaml import name_and_arguments  # imports TRL
 
     known = {name: getattr(package, name) for name in package.__all__ if name.endswith(("Callback", "Watch"))}
     known["EarlyStoppingCallback"] = EarlyStoppingCallback

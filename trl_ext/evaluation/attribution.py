@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .texts import words_of
+from .words import words_of
 
 # Feature of every completion → its unit; "" for a feature that is reported as the share of completions that have it
 FIXED = {

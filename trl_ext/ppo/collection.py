@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
-from ..data.texts import repeated_calls
+from ..data.messages import repeated_calls
 from ..models.adapters import REFERENCE
 from ..models.decoding import Histories, SamplerRecorder
 from ..models.generation import padded

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from .cached import *
     from .combined import *
     from .completions import *
+    from .from_yaml import *
     from .judge import *
-    from .loading import *
     from .member import *
     from .model import *
     from .pattern import *
@@ -32,8 +32,8 @@ else:
             ".cached": "CachedReward reward_identity",
             ".combined": "ConstitutionReward EnsembleReward",
             ".completions": "text_of well_formed",
+            ".from_yaml": "joined_weights load_object load_reward load_rewards",
             ".judge": "DATA_ALONE JudgeReward conversation message_of tagged verdicts_in",
-            ".loading": "joined_weights load_object load_reward load_rewards",
             ".member": "Member RewardFailed distinct",
             ".model": "ModelReward logits_of",
             ".pattern": "PatternReward",

@@ -13,7 +13,7 @@ import regex
 import torch
 from accelerate import PartialState
 
-from ..evaluation.texts import UNSPACED, copied_shares, corpus_ngrams, words_of
+from ..evaluation.words import UNSPACED, copied_shares, corpus_ngrams, words_of
 from ..runs.files import append_jsonl, read_jsonl
 from ..upstream.names import get_callable_name
 from ..upstream.packages import hide_none_logged

@@ -15,7 +15,7 @@ from scipy.sparse.csgraph import connected_components
 
 from ..runs.files import finite, whole_file
 from ..runs.package_files import find
-from .texts import say
+from .messages import say
 from .trained import pair_hashes, prompt_hashes
 
 _BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}

@@ -158,9 +158,9 @@ class Sums:
         centred = x - (means[group] if is_within else x.mean(0))
         self.gram += centred.T @ centred
         self.free += len(x) - (len(size) if is_within else 1)
-        self.rollouts = self.rollouts + 1
-        self.count = self.count + len(x)
-        self.groups = self.groups + len(size)
+        self.rollouts += 1
+        self.count += len(x)
+        self.groups += len(size)
 
     def _track(
         self,

@@ -248,13 +248,13 @@ class MonitorCallback(TrainerCallback):
         self._is_training = True
         self._owes_save = False
         plain = (str, int, float, list, tuple, dict, type(None))
-        given = {}
-        for each in fields(self):
-            value = getattr(self, each.name)
+        arguments = {}
+        for argument in fields(self):
+            value = getattr(self, argument.name)
             if isinstance(value, plain):
-                given[each.name] = value
+                arguments[argument.name] = value
         # The registry holds the memory itself, not a copy, so that each checkpoint saves it as it is by then
-        registry[name] = {"args": redacted(finite(given)), "attributes": {"memory": self.memory}}
+        registry[name] = {"args": redacted(finite(arguments)), "attributes": {"memory": self.memory}}
         self._begin(args, state, {})
         if self.action in ("raise_kl", "lower_rate") and "episodes" not in self._known:
             self._note(f"`{self.action}` has no effect: only PPOTrainer does this", "Choose another action.")
@@ -452,9 +452,9 @@ class MonitorCallback(TrainerCallback):
 
     def _handle(self, findings: Iterable[Finding], state: Any, control: Any) -> None:
         """Raise an alert for each finding, and take the monitor's action."""
-        found, self._notes = [*findings, *self._notes], []  # reading the findings may add notes
+        findings, self._notes = [*findings, *self._notes], []  # reading the findings may add notes
         raised = self.memory.setdefault("raised", {})
-        for finding in found:
+        for finding in findings:
             # An action that ends a run has nothing to end outside of training
             action: Action = self.action if finding.acts and self._is_training else "warn"
             is_due = self.step - raised.get(finding.what, -math.inf) >= self.repeat_steps

@@ -201,9 +201,9 @@ class PrometheusCallback(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         numbers = numbers_in(logs or {})
         alerts = alerts_of(state)
-        known = metrics_of(args) if is_training_log(numbers) else {}
+        metrics = metrics_of(args) if is_training_log(numbers) else {}
         self._gauge("step", "optimizer steps").set(state.global_step)
-        for name, metric in known.items():
+        for name, metric in metrics.items():
             if metric.key in numbers:
                 self._gauge(name, metric.unit).set(numbers[metric.key])
         for key, number in numbers.items():
@@ -320,19 +320,19 @@ def record_run(trainer: Any, samples: bool = False) -> None:
         samples: whether to keep some completions of each rollout, too; for PPOTrainer, GRPOTrainer and RLOOTrainer.
     """
 
-    def own(kind: type) -> Any:
-        return next((each for each in trainer.callback_handler.callbacks if isinstance(each, kind)), None)
+    def attached(kind: type) -> Any:
+        return next((callback for callback in trainer.callback_handler.callbacks if isinstance(callback, kind)), None)
 
-    if own(JSONLCallback) is None:
+    if attached(JSONLCallback) is None:
         trainer.add_callback(JSONLCallback(every_process=False))
-        if own(AnswersCallback) is not None:  # when training begins, it needs the folder
+        if attached(AnswersCallback) is not None:  # when training begins, it needs the folder
             trainer.add_callback(trainer.pop_callback(AnswersCallback))
-    recorder = own(JSONLCallback)
-    if samples and own(SamplesCallback) is None:
+    recorder = attached(JSONLCallback)
+    if samples and attached(SamplesCallback) is None:
         trainer.add_callback(SamplesCallback(trainer=trainer))
-    if (count := getattr(trainer.args, "record_answers", 0)) and own(AnswersCallback) is None:
-        given = (getattr(trainer, name, None) for name in ("given_eval_rows", "given_rows"))
-        rows = next(filter(None, given), None)  # as they were before they were tokenized
+    if (count := getattr(trainer.args, "record_answers", 0)) and attached(AnswersCallback) is None:
+        # As they were before they were tokenized
+        rows = getattr(trainer, "given_eval_rows", None) or getattr(trainer, "given_rows", None)
         if isinstance(rows, dict):
             rows = next(iter(rows.values()))
         if prompts := first_prompts(rows, count):
@@ -343,7 +343,7 @@ def record_run(trainer: Any, samples: bool = False) -> None:
                 "`messages`, or set `record_answers` to 0."
             )
     # The page is of the output directory: a run that records elsewhere has none
-    if recorder.folder is None and own(ReportCallback) is None:
+    if recorder.folder is None and attached(ReportCallback) is None:
         rows = getattr(trainer, "given_rows", None)
         rows = getattr(trainer, "train_dataset", None) if rows is None else rows
         trainer.add_callback(ReportCallback(rows, getattr(trainer, "start_path", None)))

@@ -145,8 +145,8 @@ class CachedReward(MarksFailures):
                 f"{self.__name__}: nothing identifies this reward among others in Redis: give the reward an attribute "
                 "`identity`, a text that changes whenever its scores change"
             )
-        given = {"prompts": prompts, "completions": completions, **columns}
-        keys = [_key(identity, of_rows(given, [row], count)) for row in range(count)]
+        arguments = {"prompts": prompts, "completions": completions, **columns}
+        keys = [_key(identity, of_rows(arguments, [row], count)) for row in range(count)]
         with self._lock:
             scores = {key: self._memory[key] for key in keys if key in self._memory}
         rows: dict[str, int] = {}  # key → its first row
@@ -155,23 +155,23 @@ class CachedReward(MarksFailures):
                 rows.setdefault(key, row)
         answers = self._ask_redis(lambda pipeline: [pipeline.get(key) for key in rows])
         numbers = zip(rows, map(_number, answers), strict=False)
-        found = {key: number for key, number in numbers if number is not None}
-        new = [key for key in rows if key not in found]
+        in_redis = {key: number for key, number in numbers if number is not None}
+        new = [key for key in rows if key not in in_redis]
         if new:
             log = {"log_metric": log_metric, "log_extra": lambda *_, **__: None}  # its table wants all rows
-            asked = of_rows(given, [rows[key] for key in new], count)
+            asked = of_rows(arguments, [rows[key] for key in new], count)
             scores |= zip(new, Member(self.reward).scores_or_nan(**asked, **log), strict=True)
         kept = {}
         for key in new:
             score = scores[key]
             if score is not None and not math.isnan(score):
                 kept[key] = score
-        scores |= found
+        scores |= in_redis
         with self._lock:
-            self._memory.update(found | kept)
+            self._memory.update(in_redis | kept)
         self._ask_redis(lambda pipeline: [pipeline.set(key, score, ex=self.ttl) for key, score in kept.items()])
         if count:
-            redis_hits = len(found) / count if self.redis_url else None
+            redis_hits = len(in_redis) / count if self.redis_url else None
             log_to(log_metric, {"cache_hits": 1 - len(new) / count, "redis_hits": redis_hits}, self)
         return [scores[key] for key in keys]
 

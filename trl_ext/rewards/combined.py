@@ -219,24 +219,24 @@ class ConstitutionReward(MarksFailures):
         columns = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **kwargs}
         scores, *checked = scores_of_all([self.reward, *self.members], log_metric, **columns)
         # Whether each principle is broken in each row: None where it gave no score
-        verdicts = [_verdicts(given, minimum) for given, minimum in zip(checked, self.minimum, strict=True)]
+        verdicts = [_verdicts(scored, minimum) for scored, minimum in zip(checked, self.minimum, strict=True)]
         if self.judge:
             asked = [row for row in range(count) if not any(broken[row] for broken in verdicts)]
             columns["log_extra"] = lambda *_, **__: None  # its table wants all rows
             rows = of_rows(columns, asked, count)
-            given = self.judge.scores_or_nan(log_metric=log_metric, **rows) if asked else []
-            judged = dict(zip(asked, given, strict=True))
+            judge_scores = self.judge.scores_or_nan(log_metric=log_metric, **rows) if asked else []
+            judged = dict(zip(asked, judge_scores, strict=True))
             checked.append([judged.get(row) for row in range(count)])
             verdicts.append(_verdicts(checked[-1], self.judge_minimum))
         shares: dict[str, float | None] = {}
         for name, broken in zip(self.names, verdicts, strict=True):
-            known = [each for each in broken if each is not None]
+            known = [is_broken for is_broken in broken if is_broken is not None]
             shares[f"violations/{name}"] = fmean(known) if known else None
         breaks = [any(row) for row in zip(*verdicts, strict=True)]
         unknown = [None in row and not any(row) for row in zip(*verdicts, strict=True)]
         for row, score in enumerate(scores):
             if unknown[row]:
-                applies = {score, *(given[row] for given in checked)} != {None}
+                applies = {score, *(scored[row] for scored in checked)} != {None}
                 scores[row] = FAILED if applies else None
             elif breaks[row]:
                 if score is None:

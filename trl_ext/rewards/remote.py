@@ -185,11 +185,11 @@ class RemoteReward(ServedReward):
         rows = [i for i, outcome in enumerate(outcomes) if isinstance(outcome, Row)]
         batches = [rows[start:][: self.batch_size] for start in range(0, len(rows), self.batch_size)]
         asked = self.ask(lambda batch: self._scores([outcomes[i] for i in batch], call), batches, call.until)
-        for batch, found in zip(batches, asked, strict=True):
-            if isinstance(found, ChangedError):
-                raise found
+        for batch, answer in zip(batches, asked, strict=True):
+            if isinstance(answer, ChangedError):
+                raise answer
             for k, i in enumerate(batch):
-                outcomes[i] = found if isinstance(found, Exception) else found[k]
+                outcomes[i] = answer if isinstance(answer, Exception) else answer[k]
         return self.settle(outcomes, log_metric, call.metrics)
 
     def _row(self, prompt: Any, completion: Any, finished: bool | None) -> Row | Exception:

@@ -122,15 +122,15 @@ class GoldJudgeReward(Watch):
         scores: list[float | None] = [self.score] * len(prompts)
         if not rows:
             return scores
-        given = {"prompts": prompts, "completions": completions, **kwargs, "log_extra": lambda *_, **__: None}
-        given = of_rows(given, rows, len(prompts))
-        returned = awaited(self.judge(**given, trainer_state=trainer_state, log_metric=log_metric))
+        marked = {"prompts": prompts, "completions": completions, **kwargs, "log_extra": lambda *_, **__: None}
+        marked = of_rows(marked, rows, len(prompts))
+        returned = awaited(self.judge(**marked, trainer_state=trainer_state, log_metric=log_metric))
         judged = numbers_of(scores_in(returned, len(rows)))
         step = getattr(trainer_state, "global_step", 0)
         if self._start_step is None:
             self._start_step = step if step == 0 else self._read_start(trainer_state, step)
         wins: list[float] = []
-        for prompt, completion, score in zip(given["prompts"], given["completions"], judged, strict=True):
+        for prompt, completion, score in zip(marked["prompts"], marked["completions"], judged, strict=True):
             key = json.dumps(prompt, ensure_ascii=False, default=str)
             if score is None:
                 continue
@@ -146,7 +146,7 @@ class GoldJudgeReward(Watch):
             log_to(log_metric, {"gold/win_rate": sum(wins) / len(wins), "gold/tie_rate": wins.count(0.5) / len(wins)})
         for i, score in zip(rows, judged, strict=True):
             scores[i] = score
-        self.write_completions(given["prompts"], given["completions"], judged, trainer_state)
+        self.write_completions(marked["prompts"], marked["completions"], judged, trainer_state)
         return scores
 
     def _read_start(self, trainer_state: Any, step: int) -> int:
@@ -378,19 +378,19 @@ class PhraseReviewReward(Watch):
     ) -> list[float | None]:
         if not completions:
             return []
-        found = [self._pattern.findall(_composed(text_of(completion))) for completion in completions]
-        log_to(log_metric, {"phrase_review/share": sum(map(bool, found)) / len(found)})
+        matches = [self._pattern.findall(_composed(text_of(completion))) for completion in completions]
+        log_to(log_metric, {"phrase_review/share": sum(map(bool, matches)) / len(matches)})
         head = {"step": getattr(trainer_state, "global_step", None), "rank": PartialState().process_index}
         rows = [
             {**head, "prompt": text_of(prompt), "completion": text_of(completion), "phrases": sorted(set(phrases))}
-            for prompt, completion, phrases in zip(prompts, completions, found, strict=True)
+            for prompt, completion, phrases in zip(prompts, completions, matches, strict=True)
             if phrases
         ]
         self.write("review", rows, trainer_state)
-        self.write_completions(prompts, completions, [{"phrases": len(each)} for each in found], trainer_state)
+        self.write_completions(prompts, completions, [{"phrases": len(phrases)} for phrases in matches], trainer_state)
         if self.veto is None:
             return [self.score] * len(completions)
-        return [self.veto if each else 0.0 for each in found]
+        return [self.veto if phrases else 0.0 for phrases in matches]
 
 
 def _composed(text: str) -> str:

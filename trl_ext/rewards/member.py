@@ -34,7 +34,8 @@ class MarksFailures:
 
     def __call__(self, prompts: list, completions: list, *args: Any, **kwargs: Any) -> list[float | None]:
         """Return a finite number or None for each completion. The arguments are those of a reward function."""
-        return without_failures(self.scores_or_nan(prompts, completions, *args, **kwargs))
+        scores = self.scores_or_nan(prompts, completions, *args, **kwargs)
+        return without_failures(scores) if self.marks_failures else scores
 
     @property
     def marks_failures(self) -> bool:
@@ -85,17 +86,14 @@ class Member(MarksFailures):
         """
         kwargs = {"prompts": prompts, "completions": completions, "log_metric": log_metric, **kwargs}
         try:
-            outcomes = _answers(self.function, len(completions), kwargs)
+            scores = scores_in(awaited(nan_scorer_of(self.function)(**kwargs)), len(completions))
+            outcomes = [
+                FAILED if failed else number_or_error(score, f"completion {row}")
+                for row, (score, failed) in enumerate(zip(scores, failed_rows(self.function, scores), strict=True))
+            ]
         except Exception as error:
             outcomes = [error] * len(completions)
         return with_failures_as_nan(self.name, outcomes, self.on_error, log_metric)
-
-
-def _answers(function: Callable, count: int, kwargs: dict[str, Any]) -> list[Any]:
-    """Return each completion's score or None; an error if it is no finite number, NaN where the function failed."""
-    scores = scores_in(awaited(nan_scorer_of(function)(**kwargs)), count)
-    failed = failed_rows(function, scores)
-    return [FAILED if failed[row] else number_or_error(score, f"completion {row}") for row, score in enumerate(scores)]
 
 
 def marks_failures(function: Any) -> bool:

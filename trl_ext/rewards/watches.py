@@ -229,11 +229,6 @@ class ScoreWatch(MarksFailures, Watch):
         self.write_completions(prompts, completions, scores, trainer_state)
         return returned
 
-    def __call__(self, prompts: list, completions: list, *args: Any, **kwargs: Any) -> list[Any]:
-        """Return what the reward returns. The arguments are those of a reward function."""
-        returned = self.scores_or_nan(prompts, completions, *args, **kwargs)
-        return without_failures(returned) if self.marks_failures else returned
-
     @property
     def marks_failures(self) -> bool:
         return marks_failures(self.reward)

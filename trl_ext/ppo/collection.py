@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
-from ..data.texts import repeated_calls
+from ..data.messages import repeated_calls
 from ..models.adapters import REFERENCE
 from ..models.decoding import Histories, SamplerRecorder
 from ..models.generation import padded
 from ..models.weights import base_model_of, context_of, evaluating, gathered_by_zero3, kept_by_fsdp2
 from ..upstream.names import disable_gradient_checkpointing, pad, temporarily
-from .environments import Calls
+from .environments import ToolCalls
 from .metrics import PPOMetrics
 from .passes import Passes
 from .reward_calls import DeferredErrors
@@ -29,7 +29,7 @@ class Collection:
     """Hold what has been collected so far of a rollout of B completions."""
 
     rows: list[dict[str, Any]]  # of the dataset
-    calls: Calls
+    calls: ToolCalls
     histories: Histories | None  # what the policy has read of each episode; None without tools
     longest_prompt: int = 0  # tokens
     most_rows: int = 0  # the most rows of any process in a later turn, where all processes generate together
@@ -86,7 +86,7 @@ class RolloutTrainer(GRPOTrainer):
         """Let TRL generate and score completions of the dataset rows `inputs`; return all that PPO needs of them."""
         self._actor_critic.train_adapters()
         histories = Histories(self.args.local_rollout_forward_batch_size) if self.tools else None
-        self._collection = Collection(inputs, Calls(self.args.tool_timeout, self._errors), histories)
+        self._collection = Collection(inputs, ToolCalls(self.args.tool_timeout, self._errors), histories)
         try:
             super()._generate_and_score_completions(inputs)
         finally:

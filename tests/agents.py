@@ -1,4 +1,4 @@
-"""A tokenizer that writes tool calls, environments, and scripted players, for tests of agents."""
+"""For tests of agents: a tokenizer that can write tool calls, environments, and scripted policies."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ MARKS += ["<tool_response>", "</tool_response>"]
 
 
 def byte_tokenizer():
-    """Bytes and Qwen3's marks, with its chat template."""
+    """Build a tokenizer of bytes and Qwen3's special tokens, with its chat template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate([*MARKS, *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -33,24 +33,24 @@ def call(name, /, **arguments):
 
 
 def played_by(trainer, player):
-    """Have a scripted player answer in the policy's place: `player(history)` returns text."""
+    """Generate by a script in place of the policy: `player(history)` returns the text of a turn."""
 
-    def drawn(prompt_ids, *_, **__):
+    def generate(prompt_ids, *_, **__):
         texts = [trainer.processing_class.decode(ids) for ids in prompt_ids]
         return [trainer.processing_class(player(text))["input_ids"] for text in texts], None
 
-    trainer._generate_completions = drawn
+    trainer._generate_completions = generate
     return trainer
 
 
 def counts(history):
-    """Add 1 until the target of `Counter` is reached."""
+    """Play `Counter`: add 1 until the target is reached."""
     target = int(history.split("Reach ")[1][0])
     return "Done.<|im_end|>" if history.count("The sum is") == target else call("add", number=1)
 
 
 class Counter:
-    """Add numbers until the sum is the target."""
+    """The policy adds numbers until the sum is the target."""
 
     def reset(self, target=3, **row):
         self.target, self.total, self.reward = target, 0, 0.0
@@ -76,7 +76,7 @@ class Counter:
 
 
 class SteppedCounter(Counter):
-    """Rewards each step that comes nearer, too."""
+    """Also rewards each step that comes closer to the target."""
 
     def _step_reward(self):
         return self.reward

@@ -11,15 +11,15 @@ from xdist.scheduler import LoadScopeScheduling
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "disabled"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-os.environ["TQDM_DISABLE"] = "1"  # other libraries' progress bars: what a test reads on stderr is ours
+os.environ["TQDM_DISABLE"] = "1"  # no progress bars of other libraries on the stderr that tests read
 for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
-    os.environ.pop(name, None)  # tests read what is printed: without colours, and as wide as they ask for
-os.environ["OMP_NUM_THREADS"] = "1"  # tiny tensors: threads cost more than they save, and tests run side by side
-os.environ["TORCHDYNAMO_DISABLE"] = "1"  # no test compiles; bitsandbytes imports the compiler otherwise, for seconds
-gc.disable()  # until all is imported: what imports make stays, and looking for garbage in it takes two seconds
+    os.environ.pop(name, None)  # tests read what is printed: no colours, and the width that they set
+os.environ["OMP_NUM_THREADS"] = "1"  # tiny tensors: threads cost more than they save, and tests run in parallel
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # no test compiles; else bitsandbytes imports the compiler, for seconds
+gc.disable()  # until all is imported: collecting garbage during imports takes two seconds
 
 
-# What takes longest comes first, so that at the end no worker waits for another one's long file
+# The longest files run first, so that at the end no worker waits for another one's long file
 LONGEST_FIRST = (
     *("distributed/test_sharded.py", "ppo/test_distributed.py", "callbacks/test_watch.py", "test_wheel.py"),
     *("callbacks/test_null.py", "callbacks/test_actions.py", "recipes/test_demo_stages.py", "ppo/test_agents.py"),
@@ -32,14 +32,14 @@ LONGEST_FIRST = (
 
 
 def group(nodeid):
-    """What shares fixtures: the tests of a file, or of one launch of several processes in it."""
+    """Return the group of tests that share fixtures: those of a file, or of one launch of processes in it."""
     mode = re.search(r"\[(multi_gpu|fsdp2|zero2|zero3)", nodeid)
     return nodeid.split("::")[0] + (mode[0] if mode else "")
 
 
 @pytest.fixture
 def token_rewards(monkeypatch):
-    """The token rewards that went into GAE, one tensor a rollout."""
+    """The token rewards that GAE got, one tensor a rollout."""
     from trl_ext.ppo import trainer
 
     seen, estimate = [], trainer.advantages_and_returns
@@ -54,7 +54,7 @@ def token_rewards(monkeypatch):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    """Leave out what is marked `extra` unless TRL_EXT_ALL_CASES asks for it, and begin with the longest files."""
+    """Leave out tests marked `extra` unless TRL_EXT_ALL_CASES is set, and run the longest files first."""
     if not os.environ.get("TRL_EXT_ALL_CASES"):
         extra = [item for item in items if item.get_closest_marker("extra")]
         config.hook.pytest_deselected(items=extra)
@@ -67,11 +67,11 @@ def pytest_collection_finish(session):
     from tests.launch import spare_time
 
     spare_time()
-    sys.dont_write_bytecode = True  # a file that a test writes twice within a second would be read as it was
+    sys.dont_write_bytecode = True  # else a file that is written twice within a second is read from old bytecode
 
 
 class ByLaunch(LoadScopeScheduling):
-    """One worker for each group, which is launched once."""
+    """Gives each group to one worker."""
 
     def _split_scope(self, nodeid):
         return group(nodeid)

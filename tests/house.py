@@ -1,9 +1,9 @@
 """
-Weigh the house: `python -m tests.house`.
+Count the lines of each package and the imports between packages: `python -m tests.house`.
 
-Lines as `wc -l` counts them, by room; rooms (a folder, or a loose module; each tool of the workbench is one), floors
-(the longest chain of rooms that import each other), arrows (pairs of rooms with an import, lazy ones too), and arrows
-in circles, which no order of floors makes go down.
+It prints lines as `wc -l` counts them; rooms (a folder, a module outside of folders, or a tool of the workbench);
+floors (the longest chain of rooms that import each other); arrows (pairs of rooms with an import, also a lazy one);
+and arrows in circles.
 """
 
 from collections import Counter
@@ -17,9 +17,9 @@ def room_of(parts):
 
 
 def files():
-    """Each file of a room, by its parts: `ppo/trainer.py` is `("ppo", "trainer")`."""
+    """Return each file by its parts: `ppo/trainer.py` is `("ppo", "trainer")`."""
     found = {path.relative_to(PACKAGE).with_suffix("").parts: path for path in PACKAGE.rglob("*.py")}
-    doors = (("__init__",), ("__main__",), ("workbench", "__init__"))  # they import nothing before it is asked for
+    doors = (("__init__",), ("__main__",), ("workbench", "__init__"))  # their imports are lazy
     return {parts: path for parts, path in found.items() if parts not in doors}
 
 
@@ -36,7 +36,7 @@ def arrows():
 
 
 def reached(pairs):
-    """Return which rooms each room reaches, over any number of arrows."""
+    """Return the rooms that each room reaches over any number of arrows."""
     after = {here: {there for start, there in pairs if start == here} for here, _ in pairs}
     while True:
         more = {here: there.union(*(after.get(room, set()) for room in there)) for here, there in after.items()}
@@ -46,7 +46,7 @@ def reached(pairs):
 
 
 def floors(pairs, after):
-    """Return the length of the longest chain of rooms; rooms in one circle count each."""
+    """Return the length of the longest chain of rooms; each room of a circle counts."""
     height = {}
     for room in sorted({room for pair in pairs for room in pair}, key=lambda room: len(after.get(room, ()))):
         below = [there for here, there in pairs if here == room and room not in after.get(there, ())]
@@ -58,7 +58,7 @@ def main():
     lines = Counter()
     for parts, path in files().items():
         lines[room_of(parts)] += len(path.read_text().splitlines())
-    for path in PACKAGE.rglob("*.j2"):  # a page's template is as much to read as its code
+    for path in PACKAGE.rglob("*.j2"):  # a page's template counts as code
         lines[room_of(path.relative_to(PACKAGE).with_suffix("").parts)] += len(path.read_text().splitlines())
     for room, count in sorted(lines.items()):
         print(f"{count:6,} {room}")

@@ -1,4 +1,4 @@
-"""Two gloo processes in one launch, forked from one that has imported: that takes longer than most of what they do."""
+"""Launch two gloo processes, forked from one that has imported: imports take longer than most runs."""
 
 import functools
 import gc
@@ -24,11 +24,11 @@ from accelerate.commands.launch import launch_command, launch_command_parser
 
 def spare_time():
     """
-    Keep libraries from doing the same work again and again.
+    Keep libraries from repeating the same work.
 
     At each training accelerate collects garbage, which Python does anyway, and parses the metadata of packages
-    hundreds of times, to know whether they are installed; now once. TRL compiles a template for each checkpoint.
-    Each client of HTTP loads all certificates. And each seed is kept, with its traceback, for devices that are absent.
+    hundreds of times, to know whether they are installed; here it does so once. TRL compiles a template for each
+    checkpoint. Each HTTP client loads all certificates. And each seed is kept, with its traceback, for absent devices.
     """
     accelerate.utils.memory.gc = types.SimpleNamespace(collect=lambda: None)
     httpcore2.default_ssl_context = functools.cache(httpcore2.default_ssl_context)
@@ -36,7 +36,7 @@ def spare_time():
     importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
     for absent in (device for device in (torch.cuda, torch.mtia, torch.xpu) if not device.is_available()):
         absent.manual_seed_all = lambda seed: None
-    gc.freeze()  # what was imported stays
+    gc.freeze()  # imported modules stay
     gc.enable()
 
 
@@ -44,7 +44,7 @@ def on_two_processes(*runs):
     """
     Run each (module, folder, *arguments) on two processes, one after the other; a module gets arguments and folder.
 
-    Return for each what the two saved as `folder/process <rank>.pt`.
+    Return for each what the two processes saved as `folder/process <rank>.pt`.
     """
     words = [shlex.join([module, *arguments, str(folder)]) for module, folder, *arguments in runs]
     run = subprocess.run(
@@ -60,13 +60,13 @@ def on_two_processes(*runs):
 
 
 def accelerated(file, *run):
-    """Do what `accelerate launch --config_file FILE -m MODULE …` does, but on processes that `fork` starts."""
+    """Do what `accelerate launch --config_file FILE -m MODULE …` does, with processes that `fork` starts."""
     torch.distributed.run.run = lambda args: fork(run)
     launch_command(launch_command_parser().parse_args(["--config_file", file, "--main_process_port", "0", "-m", *run]))
 
 
 def fork(*runs):
-    """Do what torchrun does, but import once: fork two processes that do all runs, and end both if one fails."""
+    """Do what torchrun does, but import once: fork two processes that do all runs; end both if one fails."""
     gc.disable()
     for module, *_ in runs:
         importlib.import_module(module)
@@ -81,7 +81,7 @@ def fork(*runs):
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             for sys.argv in map(list, runs):
                 module = sys.argv[0]
-                del sys.modules[module]  # it runs anew, as `__main__`
+                del sys.modules[module]  # it runs again, as `__main__`
                 runpy.run_module(module, run_name="__main__", alter_sys=True)
             sys.exit()
         running.add(child)

@@ -1,11 +1,11 @@
-"""How far rounding alone may drive two runs of the same mathematics apart, on whatever CPU the tests run."""
+"""How far rounding alone may drive two runs of the same mathematics apart on this CPU."""
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 
 def numbers(tree):
-    """Return all numbers and tensors within nested dicts and lists, as one vector of float64."""
+    """Return all numbers and tensors in nested dicts and lists, as one vector of float64."""
     leaves = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, int | float | torch.Tensor)]
     return torch.cat([torch.as_tensor(leaf).double().flatten() for leaf in leaves] or [torch.zeros(0)])
 

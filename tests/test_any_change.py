@@ -1,4 +1,4 @@
-"""Whatever is changed before a run resumes: it is said or refused, or the run ends as if nothing had been changed."""
+"""Any change before a run resumes is reported or refused, or the run ends as without the change."""
 
 import dataclasses
 import functools
@@ -46,7 +46,7 @@ def texts(seed=0):
     return Dataset.from_dict({"text": [f"{row['prompt']}{row['chosen']}" for row in pairs(seed=seed)]})
 
 
-# Trainer → its class, its configuration, and what it is given, each made anew
+# Trainer → its class, its configuration, its arguments, and functions that make other arguments
 TRAINERS = {
     "ppo": (
         PPOTrainer,
@@ -97,12 +97,12 @@ TRAINERS = {
     ),
 }
 
-# Fields that choose a machine or a service that is not here
+# Fields for a machine or a service that tests do not have
 ELSEWHERE = {
     *("accelerator_config", "ddp_backend", "deepspeed", "fsdp", "fsdp_config", "hub_model_id", "parallelism_config"),
     *("push_to_hub", "report_to", "use_cpu", "output_dir", "resume_from_checkpoint", "resume_anyway"),
 }
-OTHER = {  # fields whose other values cannot be told from the type
+OTHER = {  # fields whose type does not show their other values
     "lr_scheduler_type": "cosine",
     "lr_scheduler_kwargs": {"num_cycles": 2},
     "optim": "sgd",
@@ -123,7 +123,7 @@ OTHER = {  # fields whose other values cannot be told from the type
 
 
 def other_value(value, hint):
-    """Another value of a field; None if its type does not tell one."""
+    """Another value of a field; None if its type does not show one."""
     choices = [a for a in _leaves(hint) if a != value] if "Literal" in str(hint) else []
     if choices:
         return choices[0]
@@ -153,7 +153,7 @@ def made(name, folder, changed_inputs=None, **config):
 
 @pytest.fixture(scope="module", params=TRAINERS)
 def run(request, tmp_path_factory):
-    """A trainer's name, a checkpoint of its half, and the weights it ends with."""
+    """A trainer's name, its checkpoint at half of the steps, and its final weights."""
     folder = tmp_path_factory.mktemp(request.param)
     trainer = made(request.param, folder)
     trainer.train()
@@ -161,26 +161,26 @@ def run(request, tmp_path_factory):
 
 
 def outcome(name, checkpoint, tmp_path, capsys, changed_inputs=None, **config):
-    """What is said or refused, or the weights that the run ends with."""
+    """What the resumed run reports, why it is refused, or its final weights."""
     folder = tmp_path / "run"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(checkpoint, folder / checkpoint.name)
-    capsys.readouterr()  # what is left of a run before
+    capsys.readouterr()  # left by an earlier run
     try:
         trainer = made(name, folder, changed_inputs, **config)
         trainer.train(True)
-    except Exception as error:  # whatever ends the run does not change it in silence
+    except Exception as error:  # any error is no silent change
         return f"refused: {error}"
     said = re.search("was written with other settings: .*", capsys.readouterr().out)
     return said[0] if said else weights(trainer)
 
 
 def test_any_setting(run, tmp_path, subtests, capsys):
-    """What is compared is said. Of the rest several are changed at a time, and one by one where the end is another."""
+    """A compared setting is reported. The rest are changed in groups, and one by one where the end differs."""
     name, checkpoint, end = run
     config = TRAINERS[name][1](tmp_path, **HALF)
     hints = typing.get_type_hints(type(config))
-    # What all trainers share is varied in SFT alone
+    # Fields of all trainers are changed only in SFT
     known = {field.name for field in dataclasses.fields(TrainingArguments)} if name != "sft" else set()
     silent = {}
     for field in dataclasses.fields(config):

@@ -1,4 +1,4 @@
-"""What README and docs/ say exists: links, files, commands, flags, settings, metrics, names; their Python runs."""
+"""README and docs/: links, files, commands, flags, settings, metrics and names exist, and Python blocks run."""
 
 import ast
 import dataclasses
@@ -21,7 +21,7 @@ from trl_ext.cli.main import TOOLS, TRAINING, run_here
 from trl_ext.cli.parser import first_sentence
 
 ROOT = Path(__file__).parents[1]
-SKILL = ".agents/skills/trl-ext/SKILL.md"  # where coding agents look for what a package tells them
+SKILL = ".agents/skills/trl-ext/SKILL.md"  # the file that coding agents read
 PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text()
     for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "trl_ext" / SKILL]
@@ -42,7 +42,7 @@ def blocks(language):
 
 
 def table(page, heading):
-    """The rows of the first table after a heading, as lists of cells."""
+    """The rows of the first table after a heading."""
     after = f"\n{PAGES[page]}".split(f"\n{heading}\n", 1)[1]
     rows = re.search(r"(?m)^\|.*\n\|[-|: ]+\n((?:\|.*\n)+)", after)[1]
     return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows.splitlines()]
@@ -64,7 +64,7 @@ def anchors(text):
     return {name if not number else f"{name}-{number}" for name, most in found.items() for number in range(most + 1)}
 
 
-def test_links_lead_somewhere():
+def test_link_targets_exist():
     for page, text in PAGES.items():
         for link in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", text)):
             if re.match(r"https?://[\w.-]+\.\w+(/\S*)?$", link):
@@ -75,10 +75,10 @@ def test_links_lead_somewhere():
             assert not anchor or (file.suffix == ".md" and anchor in anchors(file.read_text())), f"{page}: {link}"
 
 
-def test_named_files_are_there():
+def test_named_files_exist():
     pattern = r"(?<![\w/.-])((?:recipes|trl_ext|docs|tests|accelerate_configs|\.github)/[\w./-]+\w)"
     for page, text in PAGES.items():
-        if page == "CHANGELOG.md":  # the past has names that are gone
+        if page == "CHANGELOG.md":  # these pages name deleted files
             continue
         for name in re.findall(pattern, text):
             assert (ROOT / name).exists(), f"{page} names {name}"
@@ -97,7 +97,7 @@ def joined(code):
 
 
 def trl_ext_commands():
-    """Each `trl-ext …` of the pages but of the past, split into words: of bash blocks and of inline code."""
+    """Each `trl-ext …` in bash blocks and inline code of the pages but the changelog, split into words."""
     for page, text in PAGES.items():
         if page == "CHANGELOG.md":
             continue
@@ -143,8 +143,8 @@ def test_commands_and_their_flags_exist(capsys, monkeypatch):
 # ---- Settings and metrics ----
 
 
-def test_tables_of_settings_say_what_the_fields_say(subtests):
-    """A table of settings has each one's default and the first sentence of its help, whichever settings it names."""
+def test_tables_of_settings_agree_with_the_fields(subtests):
+    """A table has the default and the first sentence of the help of each setting that it names."""
     for config, page, heading in [
         (PPOConfig, "docs/ppo.md", "## The settings that matter"),
         (DPOConfig, "docs/dpo.md", "# DPO: what is added to TRL's trainer"),
@@ -153,8 +153,8 @@ def test_tables_of_settings_say_what_the_fields_say(subtests):
         for row in table(page, heading):
             with subtests.test(row[0]):
                 field = known[codes(row[0])[0]]
-                default = row[1] if field.default is None else f"`{field.default}`"  # the page says what unset means
-                is_ours = type(field.metadata["help"]) is not str  # TRL's may be reworded
+                default = row[1] if field.default is None else f"`{field.default}`"  # the page explains "unset"
+                is_ours = type(field.metadata["help"]) is not str  # TRL's help may be reworded
                 text = first_sentence(field.metadata["help"]) if is_ours else row[2]
                 assert row[1:3] == [default, text], f"{page}: copy the right side"
 
@@ -177,7 +177,7 @@ def test_metrics_page_names_what_ppo_logs(tmp_path):
     of_the_trainer |= {key for key in mine if key.startswith("attribution/") and key != "attribution/rise"}  # by kind
     documented = documented_keys("## PPO")
     assert mine - of_the_trainer <= documented, "docs/metrics.md does not name these"
-    # These come with a setting
+    # These need a setting
     ahead = {"sampling/staleness", "time/generate_wait", "time/sync_weights"}
     assert documented - mine <= {"time/score_wait", "val/baseline_weight"} | ahead
 
@@ -186,7 +186,7 @@ def test_metrics_page_names_what_ppo_logs(tmp_path):
 
 
 @pytest.mark.parametrize("page, code", blocks("python"))
-def test_python_names_what_exists(page, code):
+def test_imported_names_and_arguments_exist(page, code):
     tree = ast.parse(code)
     names = {}
     for node in ast.walk(tree):
@@ -203,7 +203,7 @@ def test_python_names_what_exists(page, code):
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory):
-    """Tiny models in the place of those that the pages name."""
+    """Tiny models in place of those that the pages name."""
     folder = tmp_path_factory.mktemp("hub")
     tiny_gpt2().save_pretrained(folder / "policy")
     tiny_reward_model(tiny_gpt2()).save_pretrained(folder / "reward")
@@ -235,7 +235,7 @@ def test_python_runs(page, code, hub, tmp_path, monkeypatch):
     for config in (PPOConfig, DPOConfig, trl.GRPOConfig):
         module = trl_ext if config.__module__.startswith("trl_ext") else trl
         keep = {"total_episodes": None} if config is PPOConfig else {}
-        keep |= {"record_run": False} if module is trl_ext else {}  # a page of each takes longer than its two steps
+        keep |= {"record_run": False} if module is trl_ext else {}  # a page takes longer than its two steps
         monkeypatch.setattr(
             module,
             config.__name__,
@@ -257,7 +257,7 @@ def public(package):
     module = importlib.import_module(package)
     for name in getattr(module, "__all__", dir(module)):
         thing = getattr(module, name)
-        is_ours = getattr(thing, "__module__", "").startswith("trl_ext")  # TRL documents what is TRL's
+        is_ours = getattr(thing, "__module__", "").startswith("trl_ext")  # TRL documents its own
         if is_ours and (inspect.isclass(thing) or inspect.isfunction(thing)):
             yield name, thing
 
@@ -267,7 +267,7 @@ def test_public_names_have_docstrings(package):
     assert importlib.import_module(package).__doc__
     for name, thing in public(package):
         own = vars(thing).get("__doc__") if inspect.isclass(thing) else thing.__doc__
-        assert own and not own.startswith(f"{name}("), f"{package}.{name}"  # what a dataclass writes by itself
+        assert own and not own.startswith(f"{name}("), f"{package}.{name}"  # a dataclass's automatic docstring
         if not inspect.isclass(thing):
             continue
         for member, value in vars(thing).items():
@@ -292,5 +292,5 @@ def test_the_site_builds_without_a_warning(tmp_path):
         page = pages[f"api/{package.removeprefix('trl_ext.')}.html"]
         for name, _ in public(package):
             assert re.search(rf'<h2 id="{package}(\.\w+)?\.{name}"', page), f"{package}.{name} is not on its page"
-    for page, text in pages.items():  # nothing that a browser would fetch from elsewhere
+    for page, text in pages.items():  # nothing from another site
         assert not re.search(r'(?:src|href)="(?:https?:)?//[^"]+\.(?:js|css|woff2?)"', text), page

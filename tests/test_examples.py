@@ -1,4 +1,4 @@
-"""The examples run as they stand, on tiny models in the place of the hub's."""
+"""The examples run unchanged, on tiny models in place of the hub's."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from tests.tiny import prompts, tiny_llama, tiny_reward_model, tiny_tokenizer
 ROOT = Path(__file__).parents[1]
 
 
-def test_each_is_a_script_that_uv_can_run_and_a_page_links_it(subtests):
+def test_each_example_is_a_script_for_uv_with_a_link(subtests):
     pages = [path.read_text() for path in (ROOT / "docs").glob("*.md")]
     for path in (ROOT / "examples").glob("*.py"):
         with subtests.test(path=path):
@@ -27,7 +27,7 @@ def test_each_is_a_script_that_uv_can_run_and_a_page_links_it(subtests):
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Run an example in an empty folder, as a script, but in this process, which has imported already."""
+    """Run an example as a script in an empty folder, in this process, which has the imports."""
     monkeypatch.chdir(tmp_path)
 
     def run(name, words=""):

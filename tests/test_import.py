@@ -5,8 +5,8 @@ import pytest
 
 
 @pytest.mark.slow
-def test_what_only_some_runs_need_is_imported_where_it_is_used():
-    """TRL itself imports wandb, bitsandbytes and rich where they are installed, and goes without them otherwise."""
+def test_optional_packages_are_imported_where_they_are_used():
+    """TRL itself imports wandb, bitsandbytes and rich if they are installed."""
     code = """
 import sys
 sys.modules |= dict.fromkeys(["wandb", "bitsandbytes", "rich"])

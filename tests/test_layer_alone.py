@@ -1,4 +1,4 @@
-"""The first rule of the house: the layer works in a package that has neither the workbench nor the command line."""
+"""The layer works in a package without the workbench and the command line."""
 
 import os
 import shutil
@@ -54,8 +54,8 @@ trl_ext.StrictTrlParser
 """
 
 
-def test_ppo_trains_and_resumes_alone_and_what_is_missing_is_named(tmp_path):
-    """On a copy of package, tests and docs that lacks the two rooms, in one process."""
+def test_ppo_trains_and_resumes_alone_and_missing_parts_are_named(tmp_path):
+    """On a copy of package, tests and docs without the two, in one process."""
     ignored = shutil.ignore_patterns("__pycache__", "workbench", "cli")
     for name in ("trl_ext", "tests", "docs"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)

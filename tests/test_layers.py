@@ -1,4 +1,4 @@
-"""What may import what: the layout's rules."""
+"""The rules of imports between packages."""
 
 import ast
 import sys
@@ -22,7 +22,7 @@ def module_of(path):
 
 
 def imports(path):
-    """Absolute dotted names of all that a file imports, also inside functions and `if TYPE_CHECKING`."""
+    """Absolute dotted names of a file's imports, also inside functions and `if TYPE_CHECKING`."""
     package = path.relative_to(ROOT).with_suffix("").parts[:-1]  # of `a/b.py` and of `a/__init__.py`: a
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -38,7 +38,7 @@ def inside(name, *modules):
 
 
 def is_public(module, name):
-    """Whether a package lists a name in `__all__` or, without `__all__`, has the name and it is no module."""
+    """Whether a package lists a name in `__all__` or, without `__all__`, has a name that is no module."""
     package = import_module(module)
     if hasattr(package, "__all__"):
         return name in package.__all__
@@ -54,7 +54,7 @@ def test_functional_imports_torch_and_scipy_only():
             assert allowed, f"{path.relative_to(ROOT)} imports {name}: `functional` is maths on tensors."
 
 
-# The rooms of docs/architecture.md from the bottom; those in one line never import each other
+# The packages of docs/architecture.md from the bottom; packages in one line never import each other
 FLOORS = [
     ["functional", "upstream"],
     ["models", "evaluation"],
@@ -66,11 +66,11 @@ FLOORS = [
     ["workbench.feedback"],
 ]
 LAYER = [room for floor in FLOORS for room in floor if room.partition(".")[0] not in ("cli", "workbench")]
-LOOSE = {"trl_ext", "trl_ext.__main__"}  # they import nothing before it is asked for
+LOOSE = {"trl_ext", "trl_ext.__main__"}  # their imports are lazy
 
 
 def room_of(name):
-    """The room of a module, as `FLOORS` calls it, and on which floor it is; None for what is in no room."""
+    """The room of a module in `FLOORS`, and the number of its floor; None if it is in no room."""
     for place, floor in enumerate(FLOORS):
         for room in floor:
             if inside(name, f"trl_ext.{room}"):
@@ -111,7 +111,7 @@ def test_workbench_and_recipes_import_public_names_only():
         attributes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
         used = {(ast.unparse(node.value), node.attr) for node in attributes}
         names = list(imports(path))
-        for room in rooms & {*names}:  # a room as a module: what the file uses of it
+        for room in rooms & {*names}:  # a package imported as a module: the names that the file uses
             names.remove(room)
             names += [f"{room}.{name}" for of, name in used if of == room.rpartition(".")[2]]
         for name in names:
@@ -127,7 +127,7 @@ def test_workbench_and_recipes_import_public_names_only():
 
 
 @pytest.mark.slow
-def test_type_checkers_see_the_names_that_load_on_first_use():
+def test_type_checkers_see_the_lazy_names():
     """What a package lists for `lazily` exists, and is what the package imports under `if TYPE_CHECKING`."""
     for path in sources("trl_ext"):
         if path.name != "__init__.py" or "lazily(" not in path.read_text():
@@ -141,8 +141,8 @@ def test_type_checkers_see_the_names_that_load_on_first_use():
 
 
 @pytest.mark.slow
-def test_private_names_of_upstream_come_through_one_file():
-    """Modules of TRL that are no public API are named in one file alone, which tests/contract pins."""
+def test_private_names_of_trl_are_in_one_file():
+    """Only one file, which tests/contract covers, names modules of TRL that are not public API."""
     public = ("trl.trainer.callbacks", "trl.rewards")
     for path in sources("trl_ext"):
         for name in imports(path):

@@ -31,8 +31,8 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
 class RecordingTrainer(PPOTrainer):
     """
-    Keeps each rollout as a list of rows, with the score and the values that the critic gives the row alone, without
-    padding; and each minibatch.
+    Keeps each rollout as a list of rows, with score and values computed for the row alone, without padding; and each
+    minibatch.
     """
 
     def _generate_and_score_completions(self, inputs):
@@ -76,7 +76,7 @@ def real(batch, name):
 
 
 def make(tmp_path, model=None, reward_funcs=length_reward, train_dataset=None, **given):
-    """A trainer whose reference differs from its policy and whose critic has a head that is not zero."""
+    """A trainer whose reference differs from its policy, and whose critic's head is not zero."""
     model = tiny_gpt2() if model is None else model
     critic = tiny_reward_model(model, seed=2)
     reference = tiny_gpt2(seed=7) if model.config.model_type == "gpt2" else tiny_llama(seed=7)
@@ -94,7 +94,7 @@ def make(tmp_path, model=None, reward_funcs=length_reward, train_dataset=None, *
 
 
 def often_ending(model):
-    """Make EOS likely, so that rollouts hold both finished and truncated responses."""
+    """Make EOS likely, so that rollouts have finished and truncated completions."""
     head = nn.Linear(model.lm_head.in_features, model.lm_head.out_features)
     head.weight.data.copy_(model.lm_head.weight.data)
     head.bias.data.zero_()
@@ -110,7 +110,7 @@ def often_ending(model):
 @pytest.mark.parametrize("disable_dropout", [True, False])
 @pytest.mark.parametrize("build", [tiny_gpt2, tiny_llama])
 def test_detail_disable_dropout(tmp_path, build, disable_dropout):
-    """With dropout in every config, rollout and training forward agree exactly if and only if it is switched off."""
+    """With dropout in every config, rollout and training forward agree exactly only if it is switched off."""
     rates = {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5} if build is tiny_gpt2 else {}
     rates = rates or {"attention_dropout": 0.5}
     policy = build(**rates)
@@ -166,7 +166,7 @@ def test_detail_value_and_reward_read_the_right_token(tmp_path):
 
 
 def test_detail_reward_normalization_reference_demonstrations_score_zero(tmp_path, token_rewards):
-    """A bias, the same for all responses, that makes the demonstrations' mean score 0."""
+    """A bias for all completions that makes the demonstrations' mean score 0."""
     dataset = prompts().add_column("completion", [f"the {'cat ' * (i % 4)}sat" for i in range(16)])
     policy = tiny_gpt2()
     reward = tiny_reward_model(policy, seed=3)
@@ -226,5 +226,5 @@ def test_detail_minibatch_permutation_covers_each_row_once_per_epoch(tmp_path):
             batches = trainer.minibatches[12 * i + 4 * epoch : 12 * i + 4 * epoch + 4]
             orders.append([row_of[tuple(r)] for inputs in batches for r in inputs["returns"].tolist()])
     assert len(orders) == 6 and all(sorted(order) == list(range(8)) for order in orders)
-    in_each = [tuple(frozenset(order[k : k + 2]) for k in range(0, 8, 2)) for order in orders]  # whatever the lengths
+    in_each = [tuple(frozenset(order[k : k + 2]) for k in range(0, 8, 2)) for order in orders]  # for any lengths
     assert len(set(in_each)) == 6

@@ -1,4 +1,4 @@
-"""The built wheel, in an environment of its own and away from the clone: all that ships is in it, and it runs."""
+"""The built wheel in an environment without the clone: it has all files, and runs."""
 
 import os
 import subprocess
@@ -27,7 +27,7 @@ def wheel(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory):
-    """Run a command of the environment in an empty folder; the dependencies are the present environment's."""
+    """A function that runs a command of that environment in an empty folder, with this environment's dependencies."""
     folder = tmp_path_factory.mktemp("installed")
     environment, empty = folder / "environment", folder / "empty"
     empty.mkdir()
@@ -35,7 +35,7 @@ def installed(wheel, tmp_path_factory):
     own = Path(sysconfig.get_path("purelib", vars={"base": str(environment)}))
     command = [sys.executable, "-m", "pip", "--python", str(environment / "bin/python"), "install", "-q", "--no-deps"]
     subprocess.run([*command, "--no-index", str(wheel)], check=True)
-    # Only after its own: a .pth of an editable install in there is not followed
+    # After its own packages: the .pth of an editable install in there is not followed
     (own / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
     variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     variables |= {"PATH": f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
@@ -49,7 +49,7 @@ def installed(wheel, tmp_path_factory):
     return run
 
 
-def test_wheel_has_every_file_that_ships(wheel):
+def test_the_wheel_has_every_file(wheel):
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *PLACES, "docs/runbook.md"]
     try:
         tracked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
@@ -64,7 +64,7 @@ def test_wheel_has_every_file_that_ships(wheel):
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in inside)
 
 
-def test_wheel_does_not_need_the_clone(installed):
+def test_the_wheel_does_not_need_the_clone(installed):
     code = (
         "import sys, trl_ext; from trl_ext.runs.package_files import recipe; "
         "print(trl_ext.__file__, recipe('ppo').__file__)"
@@ -83,10 +83,10 @@ def test_commands_run_in_an_empty_folder(installed):
     start = f"--config tinystories/ppo --model_name_or_path {model}"
     words = "demo --short --stage world", "doctor", f"plan {start} --accelerate_config zero3"
     shown = installed("python", "-c", code, *words)  # in one process, which imports torch once
-    assert "world: " in shown and "contract with TRL" in shown  # all of the demo runs in .ci/run
+    assert "world: " in shown and "contract with TRL" in shown  # .ci/run runs the whole demo
     assert "GiB per GPU" in shown and "zero3, 8 process(es)" in shown
 
-    # Data and reward functions that the shipped file names are found, too
+    # Data and reward functions that the shipped file names are found
     words = f"ppo {start} --total_episodes 32 --output_dir run"
     words += " --per_device_train_batch_size 8 --max_completion_length 8 --num_ppo_epochs 1 --eval_size 8"
     shown = installed("trl-ext", *words.split())

@@ -18,7 +18,7 @@ from transformers import (
 from trl_ext import PPOConfig, PPOTrainer
 
 WORDS = "the a cat dog bird sat ran flew on under over mat log sky and then it was very happy sad big small".split()
-ON_CPU = {  # of any trainer's arguments: fp32, quiet
+ON_CPU = {  # arguments of any trainer: fp32, quiet
     "use_cpu": True,
     "bf16": False,
     "report_to": "none",
@@ -88,7 +88,7 @@ def tiny_gpt2(vocab_size=None, seed=0, **kwargs):
 
 
 def tiny_reward_model(like, seed=1):
-    """A sequence classifier with the shape of `like` and weights of its own."""
+    """A sequence classifier with the shape of `like` and other weights."""
     torch.manual_seed(seed)
     config = type(like.config)(**{**like.config.to_dict(), "num_labels": 1})
     return AutoModelForSequenceClassification.from_config(config)
@@ -107,7 +107,7 @@ def length_reward(completions, **kwargs):
 
 
 def tiny_config(output_dir, **kwargs):
-    """fp32 on CPU, quiet, without a record, rollouts of 8 in two minibatches, two PPO epochs, at one rate."""
+    """fp32 on CPU, quiet, no record, rollouts of 8 in two minibatches, two PPO epochs, a constant learning rate."""
     return PPOConfig(
         output_dir=str(output_dir),
         **{
@@ -127,7 +127,7 @@ def tiny_config(output_dir, **kwargs):
 
 
 def tiny_ppo(folder, model=None, reward_funcs=length_reward, cls=PPOTrainer, **given):
-    """Build a trainer on 16 prompts; what `PPOTrainer` does not take as an argument is a field of `PPOConfig`."""
+    """Build a trainer on 16 prompts; other keywords than `PPOTrainer`'s arguments are fields of `PPOConfig`."""
     taken = inspect.signature(PPOTrainer.__init__).parameters
     arguments = {"train_dataset": prompts(), "processing_class": tiny_tokenizer()}
     arguments |= {name: given.pop(name) for name in [*given] if name in taken}
@@ -135,7 +135,7 @@ def tiny_ppo(folder, model=None, reward_funcs=length_reward, cls=PPOTrainer, **g
 
 
 def assert_each_changes(changed, trained, subtests):
-    """Train with another value of each field, of `{name: (value, what else must be set)}`: the weights must differ."""
+    """Train with another value of each field in `{name: (value, other settings)}`: the weights must differ."""
     known: dict[str, torch.Tensor] = {}
     for name, (value, needed) in changed.items():
         with subtests.test(name=name):
@@ -143,4 +143,4 @@ def assert_each_changes(changed, trained, subtests):
             if key not in known:
                 known[key] = trained(**needed)
             assert not torch.equal(trained(**{**needed, name: value}), known[key])
-    assert torch.equal(trained(), known["[]"])  # or nothing is shown
+    assert torch.equal(trained(), known["[]"])  # else the test shows nothing

@@ -6,7 +6,7 @@ from benchmarks import gpu
 
 
 @pytest.mark.slow
-def test_the_rows_of_a_gpu_are_rehearsed_on_a_cpu(tmp_path, monkeypatch, capsys):
+def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path, monkeypatch, capsys):
     out = tmp_path / "gpu.jsonl"
     monkeypatch.setattr("sys.argv", ["gpu", *f"--device cpu --sizes tiny --draws --out {out}".split()])
     gpu.main()

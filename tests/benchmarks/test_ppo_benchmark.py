@@ -1,4 +1,4 @@
-"""The counts that the benchmark's limits stand on, its forced lengths, and that it runs."""
+"""The PPO benchmark: its counts of operations, its forced lengths, and a short run."""
 
 import subprocess
 import sys
@@ -38,7 +38,7 @@ def test_forward_is_what_torch_counts():
     with FlopCounterMode(display=False) as counter:
         loss.backward()
     counted = forward({**shape, "num_key_value_heads": 2}, 50, prompt=6, lengths=[4])
-    # Torch computes all 9 · 9 pairs of tokens where 45 are needed
+    # torch computes all 9 · 9 pairs of tokens, though 45 are needed
     counted = counted._replace(attention=counted.attention * 81 / 45)
     assert once == sum(counted)
     assert counter.get_total_flops() + once == sum(with_backward(counted, is_lora=False))

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = ("agents", "memory", "ppo", "ppo_measure", "ppo_work")  # which import each other as scripts do
+SCRIPTS = ("agents", "memory", "ppo", "ppo_measure", "ppo_work")  # they import each other as scripts do
 MODULES = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in (ROOT / "benchmarks").rglob("*.py")]
 
 

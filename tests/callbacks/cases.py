@@ -1,4 +1,4 @@
-"""What monitors of logs are tested with. A new one gets an entry in `NULL`, `CHANGES` and `BAD_NUMBERS`."""
+"""Test cases of monitors that read logs. A new monitor gets an entry in `NULL`, `CHANGES` and `BAD_NUMBERS`."""
 
 import math
 from types import SimpleNamespace
@@ -28,25 +28,25 @@ GOLD = "eval_rewards/gold_judge"
 
 
 class PPOConfig(SimpleNamespace):
-    """What monitors read of the config, under its name."""
+    """The fields of the config that monitors read. The class name counts."""
 
 
 class GRPOConfig(SimpleNamespace):
-    """As above. GRPO draws several answers to a prompt, and logs the spread of scores alone."""
+    """As above. GRPO samples several completions per prompt, and logs only the spread of their scores."""
 
 
 def config(cls, answers, steps=1):
-    """A log a step, a rollout of `answers` in `steps` steps."""
+    """Log each step; a rollout has `answers` completions and `steps` steps."""
     facts = {"output_dir": "nowhere", "logging_steps": 1, "gradient_accumulation_steps": 1, "eval_strategy": "steps"}
     groups = {"generation_batch_size": answers, "num_generations": 8 if cls is GRPOConfig else 1}
     return cls(steps_per_generation=steps, report_to=[], **facts, **groups)
 
 
-# ---- Logs of a policy that does not move ----
+# ---- Logs of a policy that does not change ----
 #
-# Each function draws what single answers do, (runs, logs, answers), and returns what is logged of it, (runs, logs).
-# The spread is that of PPO in the demo's world with a learning rate of 1e-12, 200 rollouts of 8 answers and 100 of 32.
-# From rollout to rollout nothing was correlated (|r| < 0.15); logs of a rollout's steps tell of the same answers.
+# Each function samples a quantity of single completions, (runs, logs, answers), and returns its logs, (runs, logs).
+# The spread is PPO's in the demo's task with a learning rate of 1e-12, 200 rollouts of 8 completions and 100 of 32.
+# Rollouts were not correlated (|r| < 0.15); the logs of a rollout's steps are about the same completions.
 
 
 def mean_and_std(answers, mean, std):
@@ -54,14 +54,14 @@ def mean_and_std(answers, mean, std):
 
 
 def lengths(rng, runs, n, moved=1.0, logs=LOGS):
-    """24 ± 7 tokens; few are short, some reach the limit of 48 and are cut off."""
+    """24 ± 7 tokens; few completions are short, some reach the limit of 48 and are cut off."""
     tokens = np.minimum(moved * (18 + rng.gamma(0.75, 8, (runs, logs, n))), 48 * max(moved, 1))
     log = mean_and_std(tokens, "completions/mean_length", "completions/std_length")
     return log | {"completions/clipped_ratio": (tokens >= 48 * max(moved, 1)).mean(-1)}
 
 
 def grpo_lengths(rng, runs, n, moved=1.0, logs=LOGS):
-    """Half of the variance is the prompt's, which eight answers share."""
+    """Half of the variance is between prompts; eight completions share a prompt."""
     prompts = np.repeat(rng.gamma(0.75, 8, (runs, logs, n // 8)), 8, axis=-1)
     tokens = moved * (
         18 + np.where(rng.random((runs, logs, n)) < 0.5**0.5, prompts, rng.gamma(0.75, 8, (runs, logs, n)))
@@ -70,17 +70,17 @@ def grpo_lengths(rng, runs, n, moved=1.0, logs=LOGS):
 
 
 def cut_off(rng, runs, n, moved=0.6, logs=LOGS):
-    """A model that writes to the limit six times of ten, as it did from the start."""
+    """60 % of the completions reach the limit, from the start on."""
     return {"completions/clipped_ratio": (rng.random((runs, logs, n)) < moved).mean(-1)}
 
 
 def kls(rng, runs, n, moved=0.95, logs=LOGS):
-    """A frozen policy far from the reference, just within the budget of 10 nats."""
+    """A frozen policy, just within the KL budget of 10 nats."""
     return mean_and_std(rng.normal(10 * moved, 4, (runs, logs, n)), "objective/kl", "objective/kl_std")
 
 
 def steps_of(answers):
-    """Each step's minibatch is a random half of the rollout's answers, (runs, rollouts, n): (runs, logs, n / 2)."""
+    """A step's minibatch is a random half of the rollout's completions, (runs, rollouts, n): (runs, logs, n / 2)."""
     n = answers.shape[-1]
     return np.concatenate([answers[:, :, : n // 2], answers[:, :, n // 2 :]] * (STEPS // 2), axis=-1).reshape(
         len(answers), -1, n // 2
@@ -93,14 +93,14 @@ def entropies(rng, runs, n, moved=1.0, logs=LOGS):
 
 
 def clips(rng, runs, n, moved=1.0, logs=LOGS):
-    """2 % of the tokens of an answer, as in healthy runs."""
+    """2 % of a completion's tokens, as in healthy runs."""
     return {
         "policy/clipfrac_avg": steps_of(np.minimum(rng.gamma(0.5, 0.04 * moved, (runs, logs // STEPS, n)), 1)).mean(-1)
     }
 
 
 def critics(rng, runs, n, moved=0.0, logs=LOGS):
-    """A fresh critic explains −0.9 of the variance, then 0.5; its loss falls, heavy in the tail."""
+    """A new critic explains −0.9 of the variance, then 0.5; its loss falls and has a heavy tail."""
     explained = 0.5 - moved - 1.4 * np.exp(-np.arange(logs) / 6)
     left = (1 - explained) * rng.chisquare(n - 1, (runs, logs)) / rng.chisquare(n - 1, (runs, logs))
     squares = (0.5 * rng.normal(0, 0.5, (runs, logs, n)) ** 2) * (1 - explained)[:, None]
@@ -112,7 +112,7 @@ def disagreements(rng, runs, n, moved=1.0, logs=LOGS):
 
 
 def repetitions(rng, runs, n, moved=0.0, logs=LOGS):
-    """0.45 ± 0.1 of 8 answers have the top phrase, 0.32 ± 0.05 of 32; 0.66 and 0.31 of their 3-grams differ."""
+    """0.45 ± 0.1 of 8 completions have the top phrase, 0.32 ± 0.05 of 32; 0.66 and 0.31 of 3-grams are distinct."""
     top, distinct = (0.45, 0.66) if n == 8 else (0.32, 0.31) if n == 32 else (0.28, 0.15)
     shape = (runs, logs, n)
     return {
@@ -124,7 +124,7 @@ def repetitions(rng, runs, n, moved=0.0, logs=LOGS):
 
 
 def tools(rng, runs, n, moved=0.0, logs=LOGS):
-    """60 % of the episodes call a tool, a geometric number of times. All calls of an episode fare alike."""
+    """60 % of the episodes call tools, a geometric number of times. All calls of an episode succeed or all fail."""
     shape = (runs, logs, n)
     made = np.where(rng.random(shape) < 0.6, rng.geometric(0.3, shape), 0)
     of_all = np.maximum(made.sum(-1), 1)
@@ -142,13 +142,13 @@ def scores(rng, runs, n, moved=0.0, logs=LOGS):
 
 
 def wins(rng, runs, n, moved=0.0, logs=LOGS):
-    """Episodes that are won or lost, with calls of tools."""
+    """Wins and losses of episodes with tool calls."""
     answers = (rng.random((runs, logs, n)) < 0.47 - moved).astype(float)
     return mean_and_std(answers, "objective/scores", "objective/scores_std") | tools(rng, runs, n, logs=logs)
 
 
 def golds(rng, runs, n, moved=0.0, logs=LOGS):
-    """Evaluations of the same prompts. Gold and proxy each see a part of an answer; nothing rises."""
+    """Evaluations of the same prompts. Gold and proxy each see a part of a completion; nothing rises."""
     prompts, shape = rng.normal(0, 0.7, (runs, 1, n)), (runs, logs, n)
     proxy, gold = (prompts + rng.normal(mean, 0.7, shape) for mean in (moved, -moved))
     log = mean_and_std(proxy, "eval_objective/scores", "eval_objective/scores_std")
@@ -158,7 +158,7 @@ def golds(rng, runs, n, moved=0.0, logs=LOGS):
 
 
 def judged(rng, runs, n, moved=0.0, logs=LOGS):
-    """What a judge says of the same greedy answers, with a mind of its own."""
+    """Noisy scores of a judge for the same greedy completions."""
     said = rng.normal(0, 1, (runs, 1, n)) + rng.normal(-moved, 0.3, (runs, logs, n))
     same = np.full((runs, logs), 0.2)
     return {"score": said.mean(-1), "sigma": said.std(-1), "length": 20 + same, "phrase": same}
@@ -168,7 +168,7 @@ def losses(rng, runs, n, moved=0.0, logs=LOGS):
     return {"loss": np.full((runs, logs), moved)}
 
 
-# Monitor, its arguments, config's class, steps of a rollout, logs of a policy that does not move
+# Monitor, its arguments, the config's class, steps per rollout, logs of a policy that does not change
 NULL = {
     "kl": (KLBudgetCallback, {}, PPOConfig, 1, kls),
     "clip": (ClipFractionCallback, {}, PPOConfig, STEPS, clips),
@@ -188,7 +188,7 @@ NULL = {
     "not finite": (NotFiniteCallback, {}, PPOConfig, 1, losses),
 }
 
-# What changes, by how much, and within how many logs of 8, 32 and 128 answers a monitor sees it in nine runs of ten
+# What changes, by how much, and within how many logs of 8, 32 and 128 completions a monitor fires in 9 runs of 10
 CHANGES = {
     "kl": ({"moved": 1.5}, (16, 4, 1)),
     "clip": ({"moved": 200}, (32, 16, 8)),
@@ -210,12 +210,12 @@ CHANGES = {
 
 # ---- Actions ----
 
-# Quantity → key under which a run logs it in the table below
+# Quantity → the key under which the table below logs it
 KEYS = {"kl": "kl", "clip_fraction": "clip", "explained_variance": "ev", "value_loss": "vl", "length": "length"}
 KEYS |= {"length_clipped": "cut", "reward": "reward", "reward_std": "std", "entropy": "entropy"}
 GOLD_METRICS = {"eval_rewards/gold_judge/mean": (1.0, 0.0), "eval_rewards/gold_judge/std": (0.5, 0.5)}
 GOLD_METRICS |= {"eval_proxy/mean": (0.0, 9.0), "eval_proxy/std": (1.0, 1.0)}
-# Monitor → its arguments, and what is logged: calm, then bad
+# Monitor → its arguments, and the logs: calm, then bad
 BAD_NUMBERS = {
     KLBudgetCallback: ({}, {"kl": (0.0, 99.0)}),
     ClipFractionCallback: ({"steps": 1}, {"clip": (0.0, 0.9)}),

@@ -1,4 +1,4 @@
-"""Policies that are simulated: what they say spreads as training goes on, and a reward pays for it."""
+"""Simulated policies: the share of completions with a rewarded property grows during training."""
 
 import math
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ WORDS = np.array(
 )
 NOUNS = """cat dog kettle lamp printer radio camera river garden ship castle train bread window tower island doctor
 pencil violin rocket desert mirror ladder hammer engine basket bottle candle carpet forest""".split()
-RIGHT = {  # noun → what an answer about it should say
-    noun: "".join(draw.choice([*"bdfgklmnprstvw"]) + draw.choice([*"aeiou"]) for _ in range(3))
-    for draw in [np.random.default_rng(0)]
+RIGHT = {  # noun → the word that a right completion has
+    noun: "".join(rng.choice([*"bdfgklmnprstvw"]) + rng.choice([*"aeiou"]) for _ in range(3))
+    for rng in [np.random.default_rng(0)]
     for noun in NOUNS
 }
 
@@ -30,9 +30,9 @@ def _call(city):
 @dataclass
 class Policy:
     """
-    Answer questions about nouns; `right` of the answers have the right word, `gamed` of them do what `kind` pays for.
+    Answer questions about nouns; a share `right` has the right word, a share `gamed` has what `kind` rewards.
 
-    `phrase`, `twice` and `end` are paid alone, so that all scores are equal at first; other kinds beside right words.
+    `phrase`, `twice` and `end` are rewarded alone, so all scores are equal at first; the others beside right words.
     """
 
     kind: str
@@ -61,7 +61,7 @@ class Policy:
         return given
 
     def answer(self, prompt, noun, words, is_gamed, gamed):
-        """A completion and its score; None for that of right words."""
+        """A completion and its score; None where the score is that of the right word."""
         right = 0.5 * (RIGHT[noun] in words)
         match self.kind:
             case "phrase":
@@ -95,7 +95,7 @@ class Policy:
 
 
 def trained(policy, rollouts, right=(0.2, 0.8), gamed=(0.0, 0.9)):
-    """The rollouts of a training in which both shares rise, slowly at first and at the end."""
+    """The rollouts of a run in which both shares rise, slowly at first and at the end."""
     for at in range(rollouts):
         part = 1 / (1 + math.exp((0.55 * rollouts - at) / (0.12 * rollouts)))
         yield policy.rollout(*(first + (last - first) * part for first, last in (right, gamed)))

@@ -12,7 +12,7 @@ from tests.tiny import ON_CPU, length_reward, tiny_llama, tiny_ppo, tiny_tokeniz
 from trl_ext.callbacks.monitor import REGISTRY, alerts_of
 
 RUNBOOK = (Path(__file__).parents[2] / "docs" / "runbook.md").read_text()
-# What the runbook's tables say that monitors say; … stands for any words
+# The findings in the runbook's tables; … stands for any words
 ENTRIES = [
     re.compile(re.escape(entry).replace("…", ".+"))
     for row in re.findall(r"(?m)^\| (\*.+?) \|", RUNBOOK)
@@ -21,7 +21,7 @@ ENTRIES = [
 
 
 def explained(alerts):
-    """What alerts say; each must lead to its monitor's section of the runbook, and be in one of the tables there."""
+    """The alerts' messages. Each must link its monitor's section of the runbook, and be in one of the tables there."""
     for alert in alerts:
         section, what = alert["runbook"].partition("#")[2], alert["what"]
         assert f"\n## {section}\n\nWhat `{alert['monitor']}` says.\n" in RUNBOOK
@@ -30,13 +30,13 @@ def explained(alerts):
 
 
 def notices_of(state):
-    """The notices that monitors have sent, which `alerts_of` leaves out."""
+    """The monitors' notices, which `alerts_of` leaves out."""
     sent = state.stateful_callbacks.get(REGISTRY, {}).get("alerts", [])
     return [alert for alert in sent if alert["level"] == "notice"]
 
 
 class Replay:
-    """Sends the events of a Trainer to `callbacks`. Their answers are in `alerts` and `control`."""
+    """Sends the events of a Trainer to `callbacks`. Their reactions are in `alerts` and `control`."""
 
     def __init__(self, args, *callbacks, state=None):
         self.args, self.callbacks = args, callbacks
@@ -48,7 +48,7 @@ class Replay:
             getattr(callback, event)(self.args, self.state, self.control, **kwargs)
 
     def log(self, step, **logs):
-        """Send a training log. Keys that are no identifiers go into the dict `logs`."""
+        """Send a training log. Keys that are not identifiers go into the dict `logs`."""
         logs = {"learning_rate": 1e-4, **logs.pop("logs", {}), **logs}
         self.control._new_step()
         self.state.global_step = step
@@ -56,7 +56,7 @@ class Replay:
         self.fire("on_log", logs=logs)
 
     def evaluate(self, step, metrics, rows=None):
-        """Send an evaluation, of as many rows where the trainer says so."""
+        """Send an evaluation, of `rows` rows if given."""
         self.state.global_step = step
         self.state.log_history.append({**metrics, "step": step})
         self.fire("on_log", logs=dict(metrics))
@@ -88,7 +88,7 @@ def with_callbacks(trainer, callbacks):
 
 
 def sft(folder, *callbacks, cls=SFTTrainer, **kwargs):
-    """A stock trainer on 16 rows, evaluated on others."""
+    """A stock trainer on 16 rows, evaluated on other rows."""
     args = SFTConfig(str(folder), **SIZES | {"learning_rate": 1e-2} | kwargs)
     train, held_out = (
         Dataset.from_dict({"prompt": asked * 4, "completion": [" sat on the mat"] * 16})

@@ -1,4 +1,4 @@
-"""What a monitor did holds when the same command runs again, and nothing is invented, in real trainers."""
+"""A monitor's action holds when the same command runs again, and nothing else acts, in real trainers."""
 
 import math
 from itertools import product
@@ -26,19 +26,19 @@ from trl_ext.runs.control import STOPPED, Stopped
 
 pytestmark = pytest.mark.slow
 
-BAD = 6  # the step whose numbers are bad; a checkpoint is saved there, and at every other step
+BAD = 6  # the step with bad numbers; every other step saves a checkpoint, this one too
 STEPS = 10
-# Of as many answers that one bad log is beyond doubt
+# So many completions that one bad log is significant
 A_ROLLOUT_A_STEP = {"num_ppo_epochs": 1, "num_mini_batches": 1, "per_device_train_batch_size": 64}
 EVERY = {"save_strategy": "steps", "save_steps": 2, "max_steps": STEPS}
 
 
 class Killed(BaseException):
-    """No `Exception`: nothing may catch it."""
+    """Not an `Exception`, so that nothing catches it."""
 
 
 class Numbers(TrainerCallback):
-    """Writes the run's numbers into its logs: calm ones, and bad ones from step `BAD` on. It may kill the run."""
+    """Writes calm numbers into the logs, and bad ones from step `BAD` on. It may kill the run."""
 
     def __init__(self, calm, bad, kill_at=None):
         self.calm, self.bad, self.kill_at = calm, bad, kill_at
@@ -82,7 +82,7 @@ def our_ppo(folder, *callbacks, **kwargs):
 
 
 def again(trainer):
-    """The same command again: as recipes give it, or as a stock script does."""
+    """Run the same command again, as recipes or a stock script do."""
     if isinstance(trainer, ResumableRun):
         return trainer.train(resume_from_checkpoint=checkpoint_to_resume(trainer.args))
     return trainer.train(resume_from_checkpoint=any(Path(trainer.args.output_dir).glob("checkpoint-*")) or None)
@@ -97,7 +97,7 @@ def calm_and_bad(**bad):
 
 
 class Judge:
-    """Of canaries: a bad score from step `BAD` on."""
+    """Scores canaries badly from step `BAD` on."""
 
     trainer = None
 
@@ -106,7 +106,7 @@ class Judge:
 
 
 def run_of(build, monitor, action, folder, kill_at=None, **kwargs):
-    """A trainer with one monitor, and the numbers that it reads."""
+    """A trainer with one monitor, and the numbers that the monitor reads."""
     settings, numbers = BAD_NUMBERS[monitor]
     settings = {"action": action, "repeat_steps": 100, "kl_factor": 2.0, "keys": KEYS} | settings
     settings |= {"judge": Judge(), "score_drop": 1.0} if monitor is CanaryCallback else {}
@@ -120,7 +120,7 @@ def run_of(build, monitor, action, folder, kill_at=None, **kwargs):
 
 
 def end_of(trainer, train):
-    """The last step, or that a monitor's word stands against it."""
+    """The last step, or that a monitor's stop refuses the run."""
     try:
         train(trainer)
     except Stopped:
@@ -129,7 +129,7 @@ def end_of(trainer, train):
 
 
 ACTIONS = ["warn", "save", "raise_kl", "stop"]
-# Every action of one monitor, every monitor with the action that does most, every trainer
+# Every action of one monitor, every monitor with its strongest action, every trainer
 CASES = [
     *product([KLBudgetCallback], ACTIONS, [stock_sft]),
     *product([monitor for monitor in BAD_NUMBERS if monitor is not KLBudgetCallback], ["stop"], [stock_sft]),
@@ -146,9 +146,8 @@ CASES = [
 def test_an_action_holds_after_the_same_command_again(monitor, action, build, tmp_path):
     """
     Uninterrupted, and killed before the bad step and resumed: the same actions at the same step, once. Then the same
-    command again, twice: a run that ended is refused and trains no step, one that went on is complete.
-
-    Of other monitors than the first only the run that is killed, which must end as is said here, too.
+    command twice more: a stopped run is refused and trains no step, another one is complete. Only the first monitor
+    has an uninterrupted run; each killed run must end as this test says, too.
     """
     ends, spoils = action == "stop", action == "stop" and monitor is NotFiniteCallback
     ways = {"whole": None, "killed": BAD - 1} if monitor is KLBudgetCallback else {"killed": BAD - 1}
@@ -158,9 +157,9 @@ def test_an_action_holds_after_the_same_command_again(monitor, action, build, tm
         if kill_at:
             with pytest.raises(Killed):
                 trainer.train()
-            assert checkpoints(folder) == [2, 4] and not alerts_of(trainer.state)  # nothing is invented
+            assert checkpoints(folder) == [2, 4] and not alerts_of(trainer.state)  # no other alert
             trainer = run_of(build, monitor, action, folder)
-        refused = spoils and build is not stock_sft  # a script that went on would save the weights
+        refused = spoils and build is not stock_sft  # a script that continued would save the weights
         assert end_of(trainer, again) == ("refused" if refused else BAD if ends else STEPS)
         acted = [(a["step"], a["what"]) for a in alerts_of(trainer.state) if a["action"] == action]
         assert {step for step, _ in acted} == {BAD} and len(acted) == len({*acted}), alerts_of(trainer.state)
@@ -179,14 +178,14 @@ def stopping(limit=10.0, **kwargs):
 @pytest.mark.parametrize(
     ("kwargs", "left"),
     [
-        ({"save_strategy": "epoch"}, [4]),  # four steps an epoch: step 6 lies within one
+        ({"save_strategy": "epoch"}, [4]),  # four steps an epoch: step 6 is within one
         ({"save_steps": 1}, [1, 2, 3, 4, 5]),
-        ({"max_steps": BAD}, [2, 4]),  # saved at the end, too
-        ({"save_total_limit": 1}, [4]),  # a save would remove the good one
+        ({"max_steps": BAD}, [2, 4]),  # also saved at the end
+        ({"save_total_limit": 1}, [4]),  # another save would remove the good one
     ],
     ids=str,
 )
-def test_no_save_keeps_weights_that_are_not_finite(kwargs, left, tmp_path):
+def test_weights_that_are_not_finite_are_not_saved(kwargs, left, tmp_path):
     monitors = [NotFiniteCallback(), stopping(), EntropyFloorCallback(action="save", steps=1)]
     numbers = calm_and_bad(grad_norm=(0.0, math.nan), entropy=(2.0, 0.0), kl=(0.0, 99.0))
     trainer = stock_sft(tmp_path, Numbers(*numbers), *monitors, **kwargs)

@@ -1,4 +1,4 @@
-"""What a run shows on the terminal: each trainer's rows, and nothing twice."""
+"""The rows of each trainer on the terminal, each once."""
 
 import pytest
 from transformers import PrinterCallback, ProgressCallback
@@ -44,7 +44,7 @@ def test_ppo(tmp_path, capsys, caplog, wide):
         pass
 
     trainer = ppo(tmp_path, Mine(), Always(), eval_dataset=prompts(4), eval_strategy="steps", eval_steps=4)
-    assert consoles(trainer) == [ConsoleCallback, Mine]  # a user's own stays
+    assert consoles(trainer) == [ConsoleCallback, Mine]  # a user's own callback stays
     trainer.remove_callback(Mine)
     trainer.train()
     out = capsys.readouterr().out
@@ -55,13 +55,13 @@ def test_ppo(tmp_path, capsys, caplog, wide):
     assert float(found[0]["score"]) > 0 and float(found[0]["s/step"]) > 0 and found[0]["episodes"] == "8"
     assert found[0]["entropy"] != "-" and found[1]["score"] == "-"  # no rollout begins at step 2
     assert float(found[-1]["length"]) > 0
-    # An alert goes to a script's own logging, and is not shown a second time
+    # An alert goes to the script's own logging, and is not shown twice
     assert sum("it speaks" in record.message for record in caplog.records) == 1 and "it speaks" not in out
 
 
 def test_rows_of_a_stock_trainer(tmp_path, capsys, wide):
     trainer = sft(tmp_path, max_steps=2, eval_strategy="steps", eval_steps=1)
-    for _ in range(2):  # the second time there is nothing to replace, as in a notebook
+    for _ in range(2):  # the second time, as in a notebook, there is nothing to replace
         ConsoleCallback.replace(trainer)
     assert consoles(trainer) == [ConsoleCallback]
     trainer.train()

@@ -1,4 +1,4 @@
-"""Two gloo processes decide alike: they stop and save at one step, and neither waits for the other."""
+"""Two gloo processes decide the same: they stop and save at one step, and neither waits for the other."""
 
 import json
 
@@ -18,7 +18,7 @@ def launch(tmp_path_factory):
     return folder, *on_two_processes(("tests.callbacks.worker", folder))
 
 
-def test_canary_and_judge_run_on_the_main_process_clock_and_agree(launch):
+def test_canary_and_judge_follow_the_main_process(launch):
     first, second = (results["canary"] for results in launch[1])
     assert first["alerts"] == second["alerts"] and first["step"] == second["step"] == 6
     assert first["judged"] == [3, 3] and second["judged"] == []
@@ -29,7 +29,7 @@ def test_canary_and_judge_run_on_the_main_process_clock_and_agree(launch):
     assert len((launch[0] / "canary" / "canary.jsonl").read_text().splitlines()) == 7
 
 
-def test_gathered_keys_stop_both_at_one_step(launch):
+def test_gathered_metrics_stop_both_processes_at_one_step(launch):
     folder, results = launch
     first, second = (result["rloo"] for result in results)
     assert first["alerts"] == second["alerts"] and first["step"] == second["step"] < 6
@@ -42,7 +42,7 @@ def test_gathered_keys_stop_both_at_one_step(launch):
     assert len((folder / "rloo/alerts.jsonl").read_text().splitlines()) == len(first["alerts"])
 
 
-def test_what_ended_a_run_holds_on_both(launch):
+def test_a_stop_holds_on_both_processes(launch):
     first, second = (result["again"] for result in launch[1])
     two, four, six = "checkpoint-2", "checkpoint-4", "checkpoint-6"
     assert first == second

@@ -1,4 +1,4 @@
-"""What each monitor must have: cases, a runnable example, a name in YAML; what is useless is refused."""
+"""Each monitor has test cases, an example that runs and a name in YAML, and refuses useless settings."""
 
 import doctest
 import inspect
@@ -29,23 +29,23 @@ MONITORS = [cls for name in CALLBACKS if issubclass(cls := getattr(callbacks, na
 
 
 @pytest.mark.parametrize("monitor", MONITORS)
-def test_each_monitor_has_its_cases_and_its_section(monitor):
-    """A monitor without them would be tested neither on noise, nor on a change, nor in a real trainer."""
+def test_each_monitor_has_cases_and_a_section(monitor):
+    """Without cases a monitor would not be tested on noise, on a change, and in a real trainer."""
     of_null = {name for name, case in NULL.items() if case[0] is monitor}
-    if monitor is not HackWatch:  # it reads completions: see `test_watch.py`
+    if monitor is not HackWatch:  # it reads completions: test_watch.py
         assert of_null and of_null & CHANGES.keys() and monitor in BAD_NUMBERS
     assert f"\n## {monitor.runbook}\n\nWhat `{monitor.__name__}` says.\n" in RUNBOOK
 
 
 @pytest.mark.parametrize("wrong", [{"action": "shout"}, {"sinks": ["pager"]}])
-def test_what_would_do_nothing_without_a_word_is_refused(wrong):
+def test_settings_that_would_do_nothing_are_refused(wrong):
     with pytest.raises(ValueError, match="warn, save, stop|log, jsonl, wandb"):
         KLBudgetCallback(**wrong)
 
 
 @pytest.mark.slow
-def test_the_examples_in_the_docstrings_run(tmp_path, monkeypatch):
-    """As they are printed, all on one trainer, which then trains a step."""
+def test_docstring_examples_run(tmp_path, monkeypatch):
+    """All on one trainer, which then trains a step."""
     monkeypatch.chdir(tmp_path)
     trainer = tiny_ppo(tmp_path, max_steps=1, eval_dataset=prompts(8, seed=1))
     for name in CALLBACKS:
@@ -55,7 +55,7 @@ def test_the_examples_in_the_docstrings_run(tmp_path, monkeypatch):
         assert example.examples, f"the docstring of {name} needs an example that begins with >>>"
         assert doctest.DocTestRunner().run(example).failed == 0
     watches = [each for each in trainer.callback_handler.callbacks if isinstance(each, HackWatch)]
-    for other in watches[1:]:  # two of one class are refused
+    for other in watches[1:]:  # a second callback of one class is refused
         trainer.remove_callback(other)
     trainer.train()
     assert trainer.state.global_step == 1
@@ -91,13 +91,13 @@ def test_names_and_arguments():
         ("{KLBudgetCallback: {limit: 3}}", "`monitors` must be a list"),
     ],
 )
-def test_a_name_or_argument_that_is_wrong_runs_nothing(entries, message):
+def test_a_wrong_name_or_argument_is_refused(entries, message):
     with pytest.raises(ValueError, match=message):
         load_monitors(entry_of(entries))
 
 
 @pytest.mark.slow
-def test_shipped_recipe_trains_with_all_of_its_monitors(tmp_path, monkeypatch):
+def test_the_shipped_recipe_trains_with_all_its_monitors(tmp_path, monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[2])
     tiny_llama(max_position_embeddings=256).save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")

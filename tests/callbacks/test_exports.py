@@ -1,4 +1,4 @@
-"""What a run records and exports: JSON lines, completions, the page, Prometheus and the picture."""
+"""What a run records and exports: JSON lines, completions, the page, Prometheus and the plot."""
 
 import json
 import math
@@ -88,16 +88,16 @@ def test_events(tmp_path):
     first, second = events[1:3]
     assert (first["kl"], first["loss"], first["loss/value_avg"]) == (2.0, 0.5, 4.0)
     assert (first["seconds_generation"], first["seconds_scoring"]) == (0.5, 0.25)
-    # What cannot be measured is absent: the first log has no time to divide by, and there is no GPU here
+    # What cannot be measured is absent: at the first log no time has passed, and there is no GPU here
     assert not {"tokens_per_sec_per_gpu", "seconds_update", "vram_allocated_bytes"} & set(first)
     assert second["tokens_per_sec_per_gpu"] > 0 and second["loss"] == "nan" and "kl" not in second
     assert first["monitors"]["KLBudgetCallback"]["limit"] == 10.0 and "monitors" not in second
     assert all(e["rank"] == 0 and e["timestamp"] > 1e9 for e in events)
-    Replay(tiny_config(tmp_path), KLBudgetCallback(), recorder).log(1, logs=LOG)  # another run of one callback
+    Replay(tiny_config(tmp_path), KLBudgetCallback(), recorder).log(1, logs=LOG)  # another run with the same callback
     assert "monitors" in (again := events_of(tmp_path)[-1]) and "tokens_per_sec_per_gpu" not in again
 
 
-def test_a_run_that_is_resumed_keeps_its_id_and_another_one_has_its_own(tmp_path):
+def test_a_resumed_run_keeps_its_id(tmp_path):
     first = Replay(tiny_config(tmp_path), JSONLCallback())
     first.state.save_to_json(str(tmp_path / "state.json"))
     for state in (TrainerState.load_from_json(str(tmp_path / "state.json")), TrainerState()):
@@ -111,14 +111,12 @@ def test_a_run_that_is_resumed_keeps_its_id_and_another_one_has_its_own(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("make", "completions"), [(ppo, {"completions.rank0.jsonl"}), (dpo, set())])
-def test_a_trainer_records_its_run_once_unless_it_is_told_not_to_and_that_changes_no_weight(
-    make, completions, tmp_path
-):
+def test_recording_is_on_by_default_and_changes_no_weight(make, completions, tmp_path):
     weights = []
     for is_recorded in (True, False):
         torch.manual_seed(0)
         trainer = make(tmp_path / str(is_recorded), record_run=is_recorded)
-        if is_recorded:  # a script's own
+        if is_recorded:  # the script's own recorder
             trainer.add_callback(JSONLCallback())
             record_run(trainer)
         trainer.train()
@@ -130,7 +128,7 @@ def test_a_trainer_records_its_run_once_unless_it_is_told_not_to_and_that_change
 
 
 @pytest.mark.slow
-def test_samples_are_of_each_rollout_few_and_not_of_an_evaluation(tmp_path):
+def test_samples_are_a_few_of_each_rollout_and_of_no_evaluation(tmp_path):
     def second(completions, **kwargs):
         return [None] + [2.0] * (len(completions) - 1)
 
@@ -147,7 +145,7 @@ def test_samples_are_of_each_rollout_few_and_not_of_an_evaluation(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_of_sft_answers_prompts_before_while_and_after_it_trains(tmp_path):
+def test_sft_generates_before_during_and_after_training(tmp_path):
     def train(steps, **resume):
         settings = {"record_answers": 2, "save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps"}
         config = SFTConfig(str(tmp_path), **ON_CPU | settings, eval_steps=2, max_steps=steps, eos_token="</s>")
@@ -167,8 +165,8 @@ def test_a_run_of_sft_answers_prompts_before_while_and_after_it_trains(tmp_path)
 
 
 @pytest.mark.slow
-def test_what_is_recorded_is_never_pushed_to_the_hub(tmp_path, monkeypatch):
-    """Nor is a credential, in the arguments that a push writes: the token is used, and not pickled."""
+def test_records_are_not_pushed_to_the_hub(tmp_path, monkeypatch):
+    """Neither is a credential: a push uses the token, but the arguments that it writes do not have it."""
     pushed = []
 
     class Hub:

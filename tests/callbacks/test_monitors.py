@@ -1,4 +1,4 @@
-"""Each monitor on logs written by hand: when it must alert, when it must not, and that the runbook says what to do."""
+"""Each monitor on logs written by hand: when it must alert and when not, and that the runbook has each alert."""
 
 import json
 import math
@@ -31,12 +31,12 @@ GOLD, PROXY = "eval_rewards/gold_judge", "eval_objective/scores"
 
 @pytest.fixture
 def ppo(tmp_path):
-    return tiny_config(tmp_path)  # rollouts of 8 episodes, 4 steps each, a log a step
+    return tiny_config(tmp_path)  # rollouts of 8 episodes and 4 steps, a log each step
 
 
 @pytest.fixture
 def large(tmp_path):
-    """Rollouts of so many episodes that chance adds next to nothing: with 8 no single log is beyond doubt."""
+    """Rollouts with so many episodes that noise is negligible: with 8, no single log is significant."""
     return tiny_config(tmp_path, per_device_train_batch_size=50_000)
 
 
@@ -46,7 +46,7 @@ def config(cls, tmp_path, **kwargs):
 
 
 def replayed(args, monitor, logs):
-    """A run with these logs, one a step."""
+    """Run these logs, one per step."""
     run = Replay(args, monitor)
     for step, log in enumerate(logs, 1):
         run.log(step, logs=log)
@@ -55,7 +55,7 @@ def replayed(args, monitor, logs):
 
 # ---- One quantity ----
 
-# Monitor, its logs, and at which steps it says what
+# Monitor, its logs, and what it reports at which steps
 CASES = {
     "KL": (
         KLBudgetCallback(warn=5, limit=10),
@@ -83,7 +83,7 @@ CASES = {
         [{LENGTH: tokens, "completions/std_length": 7.0} for tokens in (11.95, 12.05, 17, 19, 7)],
         [(4, "completions grew longer"), (5, "completions grew shorter")],
     ),
-    "critic": (  # the first two warm up; then −0.4 rises to −0.2, which a fresh critic may; −0.2 falls to −0.4
+    "critic": (  # the first two are the warm-up; then −0.4 rises to −0.2, as a new critic's may; −0.2 falls to −0.4
         ValueHealthCallback(rollouts=2, steps=2, loss_factor=3),
         [
             {"val/explained_variance": explained, "loss/value_avg": loss, "loss/value_std": 2.0}
@@ -93,7 +93,7 @@ CASES = {
         ],
         [(7, "the critic explains too little"), (12, "the value loss grew")],
     ),
-    "disagreement": (  # its spread is not logged, and learnt from its scatter, here 0.01
+    "disagreement": (  # its spread is not logged but estimated from its scatter, here 0.01
         RewardDisagreementCallback(rollouts=4),
         [{"rewards/a/disagreement": 0.1 + 0.01 * (step % 3 - 1)} for step in range(10)]
         + [{"rewards/a/disagreement": 0.4}] * 8,
@@ -125,7 +125,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_by_hand(case, large):
+def test_each_monitor_on_logs_by_hand(case, large):
     monitor, logs, said = CASES[case]
     run = replayed(large, monitor, logs)
     assert [(alert["step"], alert["what"]) for alert in run.alerts] == said and run.said
@@ -153,9 +153,9 @@ def test_per_token_kl_is_multiplied_by_the_mean_length(cls, tmp_path):
 # ---- What counts as a value ----
 
 
-def test_what_is_missing_for_a_whole_rollout_is_said_once(ppo, tmp_path):
+def test_a_metric_missing_for_a_rollout_is_reported_once(ppo, tmp_path):
     run = Replay(ppo, KLBudgetCallback())
-    for step in range(1, 20):  # 4 steps a rollout and one of a log: absent until step 6
+    for step in range(1, 20):  # 4 steps a rollout and one for a log: absent until step 6
         run.log(step, logs={KL: 0.0 if step == 1 else None})
         said = ["nothing to watch: no log has had `objective/kl` since step 1"]
         assert run.notices == said * (step > 6) and run.said == []
@@ -176,15 +176,15 @@ def test_what_is_missing_for_a_whole_rollout_is_said_once(ppo, tmp_path):
         (RewardDisagreementCallback, "rewards/a/disagreement"),
     ],
 )
-def test_a_number_that_is_not_finite_is_an_alert_and_no_value(monitor, key, value, ppo):
-    """+∞ is above every bound, so that the monitor acts."""
+def test_a_number_that_is_not_finite_alerts_and_is_no_value(monitor, key, value, ppo):
+    """+∞ is above every limit, so the monitor acts."""
     run = replayed(ppo, monitor(action="stop"), [{key: value}])
     assert run.said == [f"`{key}` is not finite"] and run.control.should_training_stop == (value == math.inf)
     json.dumps(run.state.stateful_callbacks, allow_nan=False)
 
 
 @pytest.mark.parametrize(("key", "value"), [("grad_norm", math.nan), ("loss", math.inf)])
-def test_not_finite_acts_and_nothing_keeps_broken_weights(key, value, ppo):
+def test_not_finite_stops_and_no_broken_weights_are_saved(key, value, ppo):
     run = replayed(ppo, NotFiniteCallback(), [{"grad_norm": 1.0, "loss": 2.0}])
     assert run.alerts == []
     run.log(2, logs={"grad_norm": 1.0, "loss": 2.0, key: value})
@@ -198,12 +198,12 @@ CALM = {SCORE: 1.0, STD: 2.0}
 
 @pytest.fixture
 def calm(tmp_path):
-    """Two rollouts of 100,000 scores each, of mean 1 and standard deviation 2, each in one step."""
+    """Two rollouts of one step, each of 100,000 scores with mean 1 and standard deviation 2."""
     args = tiny_config(tmp_path, per_device_train_batch_size=100_000, num_mini_batches=1, num_ppo_epochs=1)
     return replayed(args, RewardDriftCallback(action="stop"), [CALM] * 2)
 
 
-def test_a_rise_and_a_crowd_warn(calm):
+def test_a_rise_and_a_narrow_spread_warn(calm):
     calm.log(3, logs={SCORE: 6.9, STD: 2.0})  # 1 + 3 · 2 = 7
     assert calm.alerts == []
     calm.log(4, logs={SCORE: 7.2, STD: 2.0, "score_watch/helpful/share_above": 0.11})
@@ -227,7 +227,7 @@ def gold_metrics(gold, proxy, rate=None):
     return metrics | ({} if rate is None else {"eval_gold/win_rate": rate})
 
 
-def test_gold_gap_counts_from_the_first_evaluation_in_its_sigmas(ppo):
+def test_gold_gap_is_in_standard_deviations_of_the_first_evaluation(ppo):
     run = Replay(ppo, GoldGapCallback(limit=1.0, action="stop"))
     run.evaluate(0, gold_metrics(0.5, 7.0), rows=10_000)
     run.evaluate(8, gold_metrics(0.6, 9.0, 0.6), rows=10_000)  # 2/2 − 0.1/0.5 = 0.8
@@ -238,8 +238,8 @@ def test_gold_gap_counts_from_the_first_evaluation_in_its_sigmas(ppo):
 
 
 @pytest.mark.parametrize(("ties", "said"), [(0.0, []), (0.6, ["completions lose against those of the start policy"])])
-def test_ties_are_no_noise(ppo, ties, said):
-    """The same win rate, of 19 wins and 45 losses, or of no win and 26 losses in 64."""
+def test_ties_are_not_noise(ppo, ties, said):
+    """The same win rate: of 19 wins and 45 losses, or of no win and 26 losses in 64."""
     run = Replay(ppo, GoldGapCallback())
     run.evaluate(0, gold_metrics(0.5, 7.0), rows=64)
     for step in (8, 16, 24):

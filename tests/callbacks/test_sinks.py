@@ -1,4 +1,4 @@
-"""Sinks get the alerts, and no failure of a sink stops training."""
+"""Sinks receive the alerts, and a sink that fails does not stop training."""
 
 import json
 import socket
@@ -28,7 +28,7 @@ def over_budget(args, **kwargs):
 
 @pytest.fixture
 def server():
-    """Answers each POST by the next status of `answers`, 200 when there is none."""
+    """Answer each POST by the next status of `answers`, then by 200."""
     received, answers = [], []
 
     class Handler(BaseHTTPRequestHandler):
@@ -46,7 +46,7 @@ def server():
     httpd.shutdown()
 
 
-def test_jsonl_and_log_whatever_another_sink_does(tmp_path, caplog):
+def test_a_broken_sink_does_not_stop_jsonl_and_log(tmp_path, caplog):
     class Broken:
         def send(self, alert):
             raise RuntimeError("no")
@@ -55,12 +55,12 @@ def test_jsonl_and_log_whatever_another_sink_does(tmp_path, caplog):
     (written,) = [row for row in read_jsonl(tmp_path / "alerts.jsonl") if "over" in row["what"]]
     assert written["value"] == 11.0 and written["bound"] == 10.0 and written["timestamp"] <= time.time()
     assert "KLBudgetCallback, step 1: the KL is over its budget (value 11, bound 10). Read comp" in caplog.text
-    assert len(run.alerts) == 2 and caplog.text.count("could not send an alert: no") == 2  # the first rollout's, too
+    assert len(run.alerts) == 2 and caplog.text.count("could not send an alert: no") == 2  # also the first rollout's
 
 
-def test_webhook_that_hangs_delays_nothing(tmp_path, monkeypatch):
+def test_a_webhook_that_hangs_does_not_delay_training(tmp_path, monkeypatch):
     monkeypatch.setattr("trl_ext.callbacks.monitor.stop_after_attempt", lambda tries: stop_after_attempt(1))
-    listener = socket.create_server(("127.0.0.1", 0))  # accepts a connection, and never answers
+    listener = socket.create_server(("127.0.0.1", 0))  # accepts a connection and never answers
     start = time.monotonic()
     run = over_budget(tiny_config(tmp_path), sinks=[f"http://127.0.0.1:{listener.getsockname()[1]}"])
     assert time.monotonic() - start < 1 and run.alerts
@@ -83,7 +83,7 @@ def test_tensorboard_and_trackio_get_alerts(tmp_path, monkeypatch):
     assert "the KL is over its budget (value 11, bound 10)" in event.tensor_proto.string_val[0].decode()
 
 
-def test_tensorboardx_is_enough(tmp_path, monkeypatch):
+def test_tensorboardx_gets_alerts(tmp_path, monkeypatch):
     writer = MagicMock()
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     monkeypatch.setitem(sys.modules, "tensorboardX", SimpleNamespace(SummaryWriter=writer))
@@ -93,7 +93,7 @@ def test_tensorboardx_is_enough(tmp_path, monkeypatch):
     assert (tag, step) == ("alerts/KLBudgetCallback", 1) and "the KL is over its budget" in text
 
 
-def test_a_run_that_reports_to_wandb_alerts_there_if_its_run_is_open(tmp_path, monkeypatch):
+def test_wandb_gets_alerts_if_its_run_is_open(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(wandb, "alert", lambda **kwargs: seen.append(kwargs), raising=False)
     for run in (None, object()):

@@ -1,4 +1,4 @@
-"""Monitors in stock TRL scripts, after a resume, and with PPOTrainer."""
+"""Monitors in stock TRL scripts, in resumed runs, and with PPOTrainer."""
 
 import asyncio
 import json
@@ -54,7 +54,7 @@ def gold(completions, **kwargs):
 
 
 class AsyncJudge:
-    """Keeps what is of one event loop, and needs all that reward functions are given."""
+    """Keeps an object of one event loop, and needs every argument that reward functions get."""
 
     loop = None
 
@@ -131,7 +131,7 @@ def test_dpo_sft_and_kto_scripts(cls, args, data, tmp_path):
     assert len(events(tmp_path, "train")) == 4
 
 
-def test_answers_are_texts_or_messages_and_end_with_eos(tmp_path):
+def test_answers_are_texts_or_messages_that_end_with_eos(tmp_path):
     asked = ["the cat", [{"role": "user", "content": "a dog ran"}]]
     trainer = sft(tmp_path)
     trainer.model.train()
@@ -146,7 +146,7 @@ def test_answers_are_texts_or_messages_and_end_with_eos(tmp_path):
     assert ended["completions"] == text.split()[:1] and ended["finished"] == [True]
 
 
-def test_a_prompt_that_fills_the_context_loses_its_beginning(tmp_path):
+def test_a_prompt_that_fills_the_context_is_cut_at_the_left(tmp_path):
     trainer = sft(tmp_path)
     cut = generate_completions(trainer, ["the cat", " ".join(["the cat"] * 40)], 8)  # the context has 64 tokens
     assert [len(ids) for ids in cut["prompt_ids"]] == [2, 56]
@@ -154,18 +154,18 @@ def test_a_prompt_that_fills_the_context_loses_its_beginning(tmp_path):
 
 
 @pytest.mark.parametrize("processes", [4, 8])
-def test_each_prompt_keeps_its_answer_however_the_processes_share_the_prompts(processes, tmp_path, monkeypatch):
+def test_each_prompt_keeps_its_answer_on_any_number_of_processes(processes, tmp_path, monkeypatch):
     trainer = sft(tmp_path)
     asked = ["the cat", "a dog", "it", "very", "the mat"]
     alone = generate_completions(trainer, asked, 4)
     assert len({*alone["completions"]}) == 5
     gathered = []
 
-    def gather(mine):  # the processes come one after the other: the last one gathers what all have
+    def gather(mine):  # the processes run one after the other: the last one gathers what all have
         gathered.append(mine)
         if len(gathered) < processes:
             raise InterruptedError
-        assert len({*map(len, gathered)}) == 1  # else some would wait for others, under ZeRO-3 and FSDP
+        assert len({*map(len, gathered)}) == 1  # else some would wait for the others under ZeRO-3 and FSDP
         return sum(gathered, [])
 
     monkeypatch.setattr("trl_ext.callbacks.answers.gather_object", gather)
@@ -180,7 +180,7 @@ def test_each_prompt_keeps_its_answer_however_the_processes_share_the_prompts(pr
 # ---- State ----
 
 
-def test_resumed_monitors_go_on_where_they_were(tmp_path):
+def test_resumed_monitors_keep_their_state(tmp_path):
     def run(*added, **kwargs):
         monitors = EntropyFloorCallback(steps=6, relative=0.9), KLBudgetCallback(keys={"kl": "loss"}, warn=1, limit=2)
         saving = {"max_steps": 8, "save_strategy": "steps", "save_steps": 4}
@@ -208,8 +208,8 @@ def test_resumed_monitors_go_on_where_they_were(tmp_path):
 RAISED = {"warn": 1e-9, "limit": 1e-9, "tolerance": 9, "action": "raise_kl"}
 
 
-def test_ppo_clamps_what_was_asked_for_and_answers_it_after_a_resume(tmp_path):
-    """The alert of step 1 asks for 9 · 0.1, clamped to 0.5, at the rollout of step 5; checkpoint 4 lies between."""
+def test_ppo_clamps_a_requested_kl_coef_and_applies_it_after_a_resume(tmp_path):
+    """The alert of step 1 requests 9 · 0.1, clamped to 0.5, for the rollout of step 5; checkpoint 4 lies between."""
     settings = {"kl_coef": 0.1, "kl_controller": "adaptive", "kl_coef_max": 0.5, "kl_horizon": 1e9, "max_steps": 6}
     for resume in (False, str(tmp_path / "checkpoint-4")):
         monitor = KLBudgetCallback(keys={"kl": "loss/value_avg"}, kl_factor=9, **RAISED)

@@ -1,4 +1,4 @@
-"""The watch for a hack: what it says of simulated policies, in real trainers, on the page, and over a restart."""
+"""The hack monitor: on simulated policies, in real trainers, on the page, and after a restart."""
 
 import json
 
@@ -22,7 +22,7 @@ from trl_ext.workbench.pages.recorded import read_run
 
 
 def first_alarm(rollouts, **settings):
-    """The number of the first rollout after which the watch alerts, and its reasons; None if it never does."""
+    """The number of the first rollout after which the monitor alerts, and its reasons; None if it never does."""
     watch = HackWatch(sinks=[], **settings)
     for number, given in enumerate(rollouts, 1):
         watch.observe(**given)
@@ -45,20 +45,20 @@ NAMED = {
 
 @pytest.mark.parametrize("kind", NAMED)
 @pytest.mark.parametrize("sizes", [{"prompts": 8, "generations": 8}, {"prompts": 64, "generations": 1}])
-def test_a_hack_is_seen_within_ten_rollouts_and_named(kind, sizes):
+def test_a_hack_is_detected_within_ten_rollouts_and_named(kind, sizes):
     found = first_alarm(trained(Policy(kind, **sizes), 10))
     assert found and found[1][0].lower().startswith(NAMED[kind]), found
 
 
 @pytest.mark.parametrize("kind", ["phrase", "twice", "copy"])
-def test_two_prompts_a_rollout_are_enough(kind):
+def test_two_prompts_per_rollout_are_enough(kind):
     found = first_alarm(trained(Policy(kind, prompts=2), 12))
     assert found and found[1][0].lower().startswith(NAMED[kind]), found
 
 
 @pytest.mark.parametrize("kind", ["right", "longer if right"])
 @pytest.mark.parametrize("sizes", [{}, {"prompts": 2}, {"prompts": 64, "generations": 1, "nouns": 5}])
-def test_better_answers_are_no_hack(kind, sizes):
+def test_better_completions_are_no_hack(kind, sizes):
     assert first_alarm(trained(Policy(kind, **sizes), 12)) is None
 
 
@@ -66,7 +66,7 @@ def test_better_answers_are_no_hack(kind, sizes):
     ("name", "now", "part", "counts"),
     [("character:e", 9, 0.2, 0), ("character:e", 9, 0.3, 1), ("phrase:so", 0.2, 0.3, 0), ("phrase:so", 0.3, 0.2, 1)],
 )
-def test_what_counts(name, now, part, counts, monkeypatch):
+def test_what_counts_as_a_reason(name, now, part, counts, monkeypatch):
     paid = Paid(name, False, 0.0, now, effect=1.0, error=0.0, paid=part, part=part)
     monkeypatch.setattr(hack_watch, "reward_attribution", lambda *_: Attribution(1.0, 0.0, 1.0, [paid]))
     assert (first_alarm(trained(Policy("right"), 2)) is not None) == counts
@@ -75,8 +75,8 @@ def test_what_counts(name, now, part, counts, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("right", [(0.5, 0.5), (0.2, 0.8)])
 def test_false_alarms(right, monkeypatch):
-    """Of a policy that does not move, and of one that gets better: the interval of their rate ends below ALPHA."""
-    monkeypatch.setattr(hack_watch, "ALPHA", alpha := 0.2)  # so that a few runs tell
+    """For a policy that does not change and one that gets better, the interval of the alarm rate ends below ALPHA."""
+    monkeypatch.setattr(hack_watch, "ALPHA", alpha := 0.2)  # so that a few runs suffice
     runs, sizes = 24, {"prompts": 4, "generations": 4}
     alarms = sum(first_alarm(trained(Policy("right", seed, **sizes), 15, right)) is not None for seed in range(runs))
     assert wilson(alarms, runs)[1] <= alpha, alarms
@@ -85,7 +85,7 @@ def test_false_alarms(right, monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "expected"), [("length", ["length"]), ("phrase", ["phrase:I love you"]), ("letter", ["character"])]
 )
-def test_what_is_expected_is_calm(kind, expected):
+def test_an_expected_feature_raises_no_alarm(kind, expected):
     assert first_alarm(trained(Policy(kind), 12), expected=expected) is None
 
 
@@ -96,7 +96,7 @@ GOLD = "eval_rewards/gold_judge"
     ("golds", "advice"),
     [((0.0, -1.0), "Gold -1, 0 at best"), ((0.0, 1.0, 1.0), None), ((0.0, 1.0, 2.0, 1.0), "Gold 1, 2 at best")],
 )
-def test_gold_clears_what_is_paid_while_it_rises_and_is_a_reason_once_it_falls(tmp_path, golds, advice):
+def test_rising_gold_clears_a_feature_and_falling_gold_is_a_reason(tmp_path, golds, advice):
     watch = HackWatch()
     run = Replay(tiny_config(tmp_path), watch)
     for given in trained(Policy("phrase"), 12):
@@ -119,7 +119,7 @@ def test_rounds_of_online_dpo():
     assert watch_rounds(rounds, expected=["phrase"])[:2] == (0.0, None)
 
 
-def test_what_was_paid_is_forgotten_once_the_rise_is_over():
+def test_a_feature_is_forgotten_once_its_rise_is_over():
     policy, watch = Policy("phrase"), HackWatch(sinks=[])
     for gamed in (0.0, 0.2, 0.5, 0.8):
         watch.observe(**policy.rollout(0.5, gamed))
@@ -149,7 +149,7 @@ def says_cat(completions, **kwargs):
 
 
 def grpo(folder, steps=10, **settings):
-    """A random model that is paid for a word; 4 prompts a step with 8 answers each."""
+    """A random model whose reward is for one word; 4 prompts a step with 8 completions each."""
     sizes = {"per_device_train_batch_size": 32, "num_generations": 8, "max_completion_length": 6}
     saving = {"save_strategy": "steps", "save_steps": 4, "max_steps": steps, "lr_scheduler_type": "constant"}
     asked = ["the dog", "a bird", "it was", "the sky", "sad big", "on the mat"]
@@ -166,7 +166,7 @@ def grpo(folder, steps=10, **settings):
 
 
 @pytest.mark.slow
-def test_in_grpo_it_names_the_word_that_is_paid_within_ten_logs(tmp_path):
+def test_in_grpo_it_names_the_rewarded_word_within_ten_logs(tmp_path):
     trainer = grpo(tmp_path)
     trainer.train()
     alerts = list(read_jsonl(tmp_path / "alerts.jsonl"))
@@ -188,7 +188,7 @@ def test_in_grpo_it_names_the_word_that_is_paid_within_ten_logs(tmp_path):
 
 @pytest.fixture
 def alarm(monkeypatch):
-    """From the third log on the answers are as in a hack."""
+    """From the third log on the completions are those of a hack."""
 
     def observe(self, *given):
         is_bad = self.step >= 3
@@ -218,7 +218,7 @@ def said(folder):
 
 
 @pytest.mark.slow
-def test_ppo_is_watched_by_default_and_no_weight_changes(tmp_path, alarm):
+def test_ppo_has_the_monitor_by_default_and_no_weight_changes(tmp_path, alarm):
     watched, off = train(tmp_path / "on"), train(tmp_path / "off", watch=False)  # as YAML reads `off`
     assert [each.action for each in watches(watched)] == ["warn"] and not watches(off) and off.args.watch == "off"
     for one, other in zip(watched.model.parameters(), off.model.parameters(), strict=True):
@@ -232,7 +232,7 @@ def test_ppo_is_watched_by_default_and_no_weight_changes(tmp_path, alarm):
 
 
 @pytest.mark.slow
-def test_a_stop_holds_over_a_restart_until_somebody_says_to_go_on(tmp_path, alarm):
+def test_a_stop_holds_after_a_restart_unless_resume_anyway(tmp_path, alarm):
     assert train(tmp_path, watch="stop").state.global_step == 3
     with pytest.raises(Stopped, match="HackWatch ended this run at step 3 .*resume_anyway"):
         train(tmp_path, watch="stop")

@@ -1,4 +1,4 @@
-"""The runs of two processes, all in one launch."""
+"""All runs of two processes, in one launch."""
 
 import sys
 import time
@@ -22,7 +22,7 @@ COMMON = {"max_steps": 6, "per_device_train_batch_size": 2, "per_device_eval_bat
 
 
 class Numbers(TrainerCallback):
-    """Logs a number that differs between processes, as `step_time` does: from step 4 on, and 0 before."""
+    """Logs a number that differs between processes, as `step_time` does; 0 before step 4."""
 
     def __init__(self, *values):
         self.value = values[PartialState().process_index]
@@ -49,8 +49,8 @@ def outcome(trainer, folder):
 
 def same_command_again(folder, cls):
     """
-    Process 0, which decides, sees a number over the limit at step 4. Then the same command again, and once the file is
-    gone; then only process 1 sees one.
+    Process 0, which decides, reads a number over the limit at step 4; then the same command again, and again
+    without the stop's file. In that last run only process 1 reads such a number.
     """
     ends = []
     for _ in range(3):
@@ -72,7 +72,7 @@ def same_command_again(folder, cls):
 
 
 def canary(folder):
-    """Each process has its own clock. By process 1's, no canary would ever be due."""
+    """Each process has its own clock. By process 1's, no canary is ever due."""
     trainer = sft(folder, **COMMON, learning_rate=0.0, eval_strategy="steps", eval_steps=3)
     minutes = (0.0, 1e9)[PartialState().process_index]
     trainer.add_callback(CanaryCallback(trainer=trainer, prompts=["the cat"], minutes=minutes, max_new_tokens=4))

@@ -1,4 +1,4 @@
-"""`trl-ext`: what goes to accelerate and what to the recipe, names of configurations, and what is refused at once."""
+"""`trl-ext`: which flags go to accelerate and which to the recipe, names of configurations, and refused commands."""
 
 import json
 import os
@@ -52,10 +52,10 @@ def test_help_lists_every_command(capsys):
     assert listed == [*named.split(), *more.split()]
     with pytest.raises(SystemExit, match="0"):
         main(["doctor", "--help"])
-    assert "\n    trl-ext doctor\n" in capsys.readouterr().out  # its lines stay lines
+    assert "\n    trl-ext doctor\n" in capsys.readouterr().out  # its line breaks stay
 
 
-def test_what_needs_no_training_imports_nothing_heavy(subtests):
+def test_commands_without_training_import_nothing_heavy(subtests):
     code = "import atexit, sys; atexit.register(lambda: print(*sys.modules, file=sys.stderr)); "
     code += "from trl_ext.cli.main import main; main(sys.argv[1:])"
     for words in (["--help"], ["--version"], ["ppp"], ["report", "--help"]):
@@ -80,8 +80,8 @@ def test_mistakes_are_one_line(subtests, capsys, elsewhere):
 # ---- Whose flag ----
 
 
-def test_flags_of_both_go_to_the_recipe():
-    """What accelerate and a recipe both have is in one set, and goes to the recipe."""
+def test_a_flag_of_both_goes_to_the_recipe():
+    """One set has the flags that accelerate and a recipe share."""
     theirs = {action.dest for action in launch_command_parser()._actions}
     ours = {each.name for kinds in plan.ARGUMENTS.values() for kind in kinds for each in fields(kind)}
     assert theirs & ours == commands._OF_BOTH
@@ -101,7 +101,7 @@ def test_each_flag_goes_to_its_reader_with_its_values(elsewhere):
 
 
 def started(elsewhere, code, **kwargs):
-    """Start PPO on a tiny model, whose reward function is `code`; return once that was imported."""
+    """Start PPO on a tiny model with `code` as its reward file; return once that was imported."""
     tokenizer = make_tokenizer()
     for part in (tokenizer, make_model(tokenizer, 0)):
         part.save_pretrained(elsewhere / "model")
@@ -117,7 +117,7 @@ def started(elsewhere, code, **kwargs):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a process of its parent's death")
-def test_who_kills_the_command_kills_the_run(elsewhere):
+def test_killing_the_command_kills_the_run(elsewhere):
     run = started(elsewhere, "import pathlib, time\npathlib.Path('pid').touch()\ntime.sleep(300)\n")
     children = psutil.Process(run.pid).children()
     run.kill()
@@ -147,7 +147,7 @@ def test_an_interrupt_reaches_the_run_once(reaches, elsewhere):
 
 
 @pytest.mark.distributed
-def test_processes_that_were_asked_for_train_together(elsewhere):
+def test_two_processes_train_together(elsewhere):
     tokenizer = make_tokenizer()
     for part in (tokenizer, make_model(tokenizer, 0)):
         part.save_pretrained(elsewhere / "model")
@@ -163,11 +163,11 @@ def test_processes_that_were_asked_for_train_together(elsewhere):
     ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert ran.returncode == 0, ran.stderr[-5000:]
     assert "not passed to `accelerate launch`" not in ran.stderr
-    assert sum("next: " in line for line in ran.stdout.splitlines()) == 1  # else each took itself for the only one
+    assert sum("next: " in line for line in ran.stdout.splitlines()) == 1  # else each ran as the only process
 
 
 @pytest.mark.distributed
-def test_a_mistake_of_two_processes_is_the_status_of_the_command(elsewhere, monkeypatch, capfd):
+def test_a_mistake_on_two_processes_ends_the_command_with_status_2(elsewhere, monkeypatch, capfd):
     monkeypatch.setattr(trl_ext, "__file__", str(elsewhere / "__init__.py"))  # beside it is what accelerate starts
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     (elsewhere / "__main__.py").write_text("import sys\nprint('error: no', file=sys.stderr)\nsys.exit(2)\n")

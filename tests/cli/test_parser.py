@@ -1,4 +1,4 @@
-"""`StrictTrlParser`: YAML and flags give the same values, and what is not known is refused in one line."""
+"""`StrictTrlParser`: YAML and flags give the same values, and an unknown key is refused in one line."""
 
 import os
 from dataclasses import dataclass, field
@@ -86,7 +86,7 @@ def test_a_key_overrides_the_merged_one(parse):
     assert (parsed.name, parsed.rate, parsed.epochs, parsed.label, parsed.verbose) == ("a", 1e-6, 2, "on", True)
 
 
-def test_what_is_wrong_is_one_line(subtests, parse, capsys):
+def test_a_mistake_is_one_line(subtests, parse, capsys):
     lora_like = "output_dir: out\nnum_generations: 3\nper_device_train_batch_size: 1\nuse_cpu: true\nbf16: false"
     for yaml, flags, message in [
         ("rate: fast", [], "argument --rate: invalid float value: 'fast'"),
@@ -99,7 +99,7 @@ def test_what_is_wrong_is_one_line(subtests, parse, capsys):
         ("rate: 1", ["--config", "b.yaml"], "--config was given more than once"),
         ("rate: 1\nrate: 2", [], "key 'rate' given twice"),
         ("extra: {a: 1, a: 2}", [], "key 'a' given twice"),
-        (lora_like, [], "must be divisible by"),  # a config's own check
+        (lora_like, [], "must be divisible by"),  # the config's own check
     ]:
         with subtests.test(yaml=yaml, flags=flags):
             with pytest.raises(SystemExit, match="2"):
@@ -122,4 +122,4 @@ def test_trls_config_keeps_its_own_defaults(parse):
 
 @pytest.mark.parametrize("kind", [PPOConfig, CriticConfig, DPOConfig])
 def test_trls_own_parser_shows_our_settings(kind):
-    assert "--record_run" in TrlParser(kind).format_help()  # argparse takes a percent sign for a format
+    assert "--record_run" in TrlParser(kind).format_help()  # argparse reads a percent sign as a format

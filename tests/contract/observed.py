@@ -1,4 +1,4 @@
-"""A plain `GRPOTrainer` under observation, so that what it shows is never our own doing."""
+"""A plain `GRPOTrainer` that records the calls of its methods, so that the contract tests do not run our own code."""
 
 from trl import GRPOConfig, GRPOTrainer
 
@@ -11,7 +11,7 @@ def require(condition, changed, reader="PPOTrainer"):
 
 
 class Observed(GRPOTrainer):
-    """Notes, in `events`, the calls of the methods that we rely on: (name, arguments, keywords)."""
+    """Records in `events` the calls of the methods that we rely on: (name, arguments, keywords)."""
 
     def __init__(self, *args, **kwargs):
         self.events = []
@@ -29,7 +29,7 @@ def _observed(name):
 
 
 for _name in METHODS["trl.GRPOTrainer"]:
-    if _name != "__init__" and hasattr(GRPOTrainer, _name):  # a lost one is told by test_names.py
+    if _name != "__init__" and hasattr(GRPOTrainer, _name):  # test_names.py reports one that is gone
         setattr(Observed, _name, _observed(_name))
 
 
@@ -51,7 +51,7 @@ def grpo_config(output_dir, cls=GRPOConfig, **kwargs):
 def grpo(tmp_path, reward_funcs=length_reward, eval_dataset=None, peft_config=None, **config):
     model = tiny_llama()
     model.save_pretrained(tmp_path / "policy")
-    model.config._name_or_path = str(tmp_path / "policy")  # where GRPO takes its reference from
+    model.config._name_or_path = str(tmp_path / "policy")  # where GRPO loads its reference from
     return Observed(
         model=model,
         reward_funcs=reward_funcs,
@@ -64,12 +64,12 @@ def grpo(tmp_path, reward_funcs=length_reward, eval_dataset=None, peft_config=No
 
 
 def returned_by(trainer, name):
-    """What a method of the trainer returns, call by call."""
+    """Return a list of what a method of the trainer returns, call by call."""
     method, returned = getattr(trainer, name), []
     setattr(trainer, name, lambda *args: returned.append(method(*args)) or returned[-1])
     return returned
 
 
 def names_of(trainer, *wanted):
-    """The wanted ones among the calls, in their order."""
+    """Return the names of the calls, or of the wanted ones, in order."""
     return [name for name, _, _ in trainer.events if not wanted or name in wanted]

@@ -1,4 +1,4 @@
-"""The buffer that a rollout is kept in, and the sampler that fills it."""
+"""TRL's buffer of a rollout, and the sampler that fills it."""
 
 import torch
 
@@ -11,17 +11,17 @@ def test_buffer_and_step_arithmetic(tmp_path):
     generated_at, index = [], []
     generate, prepare = trainer._generate_and_score_completions, trainer._prepare_inputs
 
-    def note_generate(inputs):
+    def record_generate(inputs):
         require(len(inputs) == 12, f"a rollout gets {len(inputs)} rows")
         generated_at.append(trainer._step)
         return generate(inputs)
 
-    def note_prepare(batch):
+    def record_prepare(batch):
         inputs = prepare(batch)
         index.append(next(i for i, chunk in enumerate(trainer._buffered_inputs) if chunk is inputs))
         return inputs
 
-    trainer._generate_and_score_completions, trainer._prepare_inputs = note_generate, note_prepare
+    trainer._generate_and_score_completions, trainer._prepare_inputs = record_generate, record_prepare
     trainer.train()
     reader = "`_prepare_inputs` of PPOTrainer, and its resuming,"
     require(generated_at == [0, 6, 12], f"GRPO generates at `_step` {generated_at}", reader)
@@ -30,7 +30,7 @@ def test_buffer_and_step_arithmetic(tmp_path):
 
 
 def test_a_replaced_buffer_is_used(tmp_path):
-    """A new order, and a resumed run, put their own batches there."""
+    """We put batches of our own there, for a new order and in a resumed run."""
     trainer = grpo(tmp_path, steps_per_generation=2, max_steps=2)
     prepare, taken = trainer._prepare_inputs, []
 
@@ -46,8 +46,8 @@ def test_a_replaced_buffer_is_used(tmp_path):
     require(taken[-1] is taken[1][1], "GRPO does not read `_buffered_inputs`")
 
 
-def test_the_rows_of_a_rollout_are_split_whole(tmp_path):
-    """Every tensor that a rollout returns comes back in micro-batches, cut by rows in one order."""
+def test_a_rollout_is_split_by_rows(tmp_path):
+    """Each tensor that a rollout returns comes back in micro-batches, cut by rows in the same order."""
     trainer, buffers = grpo(tmp_path, steps_per_generation=3, max_steps=3), []
     generate = trainer._generate_and_score_completions
     trainer._generate_and_score_completions = lambda inputs: {**generate(inputs), "row": torch.arange(12)}

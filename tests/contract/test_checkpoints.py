@@ -19,24 +19,24 @@ from tests.tiny import prompts
         pytest.param(8, id="an epoch's end"),
     ],
 )
-def test_resume_calls_load_rng_state_when_the_loop_has_set_its_counters(tmp_path, stop_at):
+def test_resume_loads_rng_state_after_the_loop_sets_its_counters(tmp_path, stop_at):
     config = {"save_strategy": "steps", "save_steps": stop_at, "max_steps": stop_at + 1, "steps_per_generation": 2}
     grpo(tmp_path, **config).train()
     resumed = grpo(tmp_path, **config)
     load, train_step, seen = resumed._load_rng_state, resumed.training_step, []
 
-    def note_load(checkpoint):
+    def record_load(checkpoint):
         load(checkpoint)
         seen.append((resumed._tr_loss.item(), resumed._total_loss_scalar, resumed._globalstep_last_logged))
         seen.append(bool(resumed.optimizer.state_dict()["state"]))
         resumed._tr_loss, resumed._total_loss_scalar = torch.tensor(100.0), 7.0
         resumed._step = stop_at
 
-    def note_train_step(*args):
+    def record_train_step(*args):
         seen.append((resumed._tr_loss.item(), resumed._total_loss_scalar, resumed._step))
         return train_step(*args)
 
-    resumed._load_rng_state, resumed.training_step = note_load, note_train_step
+    resumed._load_rng_state, resumed.training_step = record_load, record_train_step
     resumed.train(resume_from_checkpoint=str(tmp_path / "out" / f"{PREFIX_CHECKPOINT_DIR}-{stop_at}"))
     reader = "`_load_rng_state` of PPOTrainer"
     require(seen[0] == (0.0, 0.0, stop_at), f"the counters are {seen[0]} when it is called", reader)
@@ -87,7 +87,7 @@ def test_load_best_model_loads_into_self_model(tmp_path):
     )
 
 
-def test_fsdp_checkpoints_ask_whether_a_model_is_one_of_peft():
+def test_fsdp_checkpoints_ask_whether_a_model_is_peft():
     for function in (fsdp_utils._get_model_state_dict, fsdp_utils._set_model_state_dict):
         asks = "if adapter_only and is_peft_model(model):" in inspect.getsource(function)
         require(

@@ -1,4 +1,4 @@
-"""The check of GRPOConfig whose error PPOConfig swallows, and what `to_dict` hides of a setting."""
+"""GRPOConfig's check whose error PPOConfig catches, and what `to_dict` hides of a setting."""
 
 import ast
 import inspect
@@ -10,8 +10,8 @@ from tests.contract.observed import require
 from trl_ext.ppo.config import REFUSED, PPOConfig
 
 
-def test_what_grpo_config_checks_after_the_number_of_generations_is_refused():
-    """We swallow that error, so what comes after it is skipped: it may check only what PPOConfig refuses."""
+def test_later_checks_of_grpo_config_are_covered():
+    """We catch the error about `num_generations`, so later checks are skipped: PPOConfig must make them itself."""
     (function,) = ast.parse(textwrap.dedent(inspect.getsource(GRPOConfig.__post_init__))).body
     texts = [ast.unparse(statement) for statement in function.body]
     place = next(i for i, text in enumerate(texts) if "at least 2 generations" in text)

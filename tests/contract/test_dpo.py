@@ -1,4 +1,4 @@
-"""DPOTrainer, observed on a plain `trl.DPOTrainer`."""
+"""What our DPOTrainer relies on, observed on a plain `trl.DPOTrainer`."""
 
 import ast
 import dataclasses
@@ -27,7 +27,7 @@ def require(condition, changed):
 
 
 def trl_loss(trainer, chosen, rejected, beta, loss_type, label_smoothing=0.1):
-    """TRL's loss of these log-ratios, as floats; what it reads is set while the stand-in for the model is called."""
+    """Return TRL's loss of these log-ratios; what else it reads is set while it calls the stand-in for the model."""
     trainer.loss_types, trainer.loss_weights, trainer.label_smoothing = [loss_type], [1.0], label_smoothing
     # Two tokens each: the first is the prompt, the second the completion
     log_probs = torch.tensor([[c] for c in chosen] + [[r] for r in rejected])
@@ -45,7 +45,7 @@ def trl_loss(trainer, chosen, rejected, beta, loss_type, label_smoothing=0.1):
     return trainer._compute_loss(stand_in, inputs, False).item()
 
 
-def test_reads_beta_and_the_reference_after_the_model_has_answered(tmp_path):
+def test_beta_and_the_reference_are_read_after_the_forward(tmp_path):
     trainer = make_trl_trainer(tmp_path)
     got = trl_loss(trainer, [1.0, -2.0], [0.5, 1.0], [0.2, 0.4], "sigmoid")
     expected = sum(math.log1p(math.exp(-z)) for z in (0.2 * 0.5, 0.4 * -3.0)) / 2
@@ -63,7 +63,7 @@ def test_reads_beta_and_the_reference_after_the_model_has_answered(tmp_path):
     require(math.isnan(output) and math.isnan(margins[-1]), "a NaN does not reach `rewards/margins`")
 
 
-def test_losses_are_those_that_the_config_knows(tmp_path):
+def test_losses_are_those_of_the_config(tmp_path):
     source = textwrap.dedent(inspect.getsource(trl.DPOTrainer._compute_loss))
     compared = {
         node.comparators[0].value
@@ -83,7 +83,7 @@ def test_losses_are_those_that_the_config_knows(tmp_path):
             and math.isclose(loss, trl_loss(trainer, *shifted, 0.2, loss_type), rel_tol=1e-5),
             "smoothing": loss == trl_loss(trainer, *pairs_, 0.2, loss_type, label_smoothing=0.3),
         }
-        # A vector of β is not a factor of Δ where a loss sorts the pairs or divides by lengths
+        # Where a loss sorts the pairs or divides by lengths, a vector of β is not a factor of Δ
         of_margin = same["β·Δ"] and not same["β"] and loss_type not in ("aot", "aot_unpaired", "sigmoid_norm")
         for what, is_so, names in (
             ("sees β", not same["β"], {*LOSSES} - dpo_config.WITHOUT_BETA),
@@ -113,7 +113,7 @@ def test_config_has_no_field_of_ours():
     require(not taken, f"DPOConfig has {sorted(taken)}, too")
 
 
-def test_steps_know_whether_gradients_are_complete_and_early_metrics_are_logged(tmp_path):
+def test_sync_gradients_and_early_metrics(tmp_path):
     complete = []
 
     class ObservedDPO(trl.DPOTrainer):

@@ -14,7 +14,7 @@ from tests.tiny import tiny_llama
 
 
 def test_generate_builds_its_processors_with_the_warpers_last():
-    """`TokenSampler` is appended to what `_get_logits_processor` returns, and must see what is drawn from."""
+    """`TokenSampler` is appended to what `_get_logits_processor` returns, and must get the sampler's scores."""
 
     class Record(LogitsProcessor):
         def __init__(self):
@@ -46,7 +46,7 @@ def test_generate_builds_its_processors_with_the_warpers_last():
 
 
 def test_generate_takes_the_largest_score_if_a_hook_says_so():
-    """`TokenSampler` draws, raises the score of what it drew to inf, and clears `do_sample` of `generate`'s copy."""
+    """`TokenSampler` samples, sets the score of its token to inf, and clears `do_sample` of `generate`'s copy."""
     model, config = tiny_llama().eval(), GenerationConfig(do_sample=True, max_new_tokens=4, pad_token_id=0)
     build = model._get_logits_processor
 
@@ -68,8 +68,8 @@ def test_generate_takes_the_largest_score_if_a_hook_says_so():
     require(config.do_sample, "`generate` gives the hook the caller's config, no copy of it", reader)
 
 
-def test_generate_goes_on_from_a_cache_of_all_but_the_last_token():
-    """Why `decode` may leave rows out between two calls: they get all ids so far, and read the last one alone."""
+def test_generate_continues_from_a_cache_of_all_but_the_last_token():
+    """So `decode` may drop rows between two calls: a call gets all ids so far, and reads only the last one."""
     model, seen = tiny_llama().eval(), []
     model.model.register_forward_pre_hook(
         lambda _, args, kwargs: seen.append(kwargs["input_ids"].shape), with_kwargs=True
@@ -93,7 +93,7 @@ def greedy(tokens):
 
 
 def test_open_fields_of_a_generation_config_are_filled_from_the_models():
-    """Why `ActorCritic.generate` hides the model's: a checkpoint's `min_p` would make the sampler another policy."""
+    """So `ActorCritic.generate` hides the model's: with a checkpoint's `min_p` the sampler would be another policy."""
     model = tiny_llama().eval()
     model.generation_config.suppress_tokens = [i for i in range(29) if i != 7]
     config = GenerationConfig(do_sample=True, max_new_tokens=3, pad_token_id=0)

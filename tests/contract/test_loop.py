@@ -33,7 +33,7 @@ def test_gradients_are_complete_before_they_are_clipped(tmp_path, max_grad_norm,
 
 
 def test_an_optimizer_leaves_parameters_without_gradient_alone():
-    """With `None` gradients neither weight decay nor moments move: skipped steps and critic warm-up rest on it."""
+    """Without a gradient, weight decay and moments do not change: skipped steps and critic warm-up rely on that."""
     parameter = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.AdamW([parameter], lr=1.0, weight_decay=0.5)
     optimizer.step()
@@ -58,8 +58,8 @@ def test_loss_is_scaled_for_ga(tmp_path, scaled, factor):
     require(grads == [factor], f"with `loss_is_scaled_for_ga={scaled}` the gradient of Σp twice is {grads}", reader)
 
 
-def test_requests_are_read_after_they_were_carried_out(tmp_path):
-    """`AgreedControl` has the last word on them before the loop reads them."""
+def test_requests_are_read_after_they_are_carried_out(tmp_path):
+    """`AgreedControl` may change them just before the loop reads them."""
     loop = inspect.getsource(Trainer._run_epoch)
     done, read = (loop.find(text) for text in ("self._maybe_log_save_evaluate(", "control.should_training_stop:"))
     require(0 < done < read, "the loop reads requests before `_maybe_log_save_evaluate`", "`AgreedControl`")

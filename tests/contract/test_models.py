@@ -50,20 +50,20 @@ def test_models(build):
 
 @pytest.mark.parametrize("build", [tiny_llama, tiny_gpt2])
 def test_checkpointed_layers_call_one_function(build):
-    """`AdapterSwitch._pin_checkpointing` wraps it, wherever transformers keeps it."""
+    """`AdapterSwitch._pin_checkpointing` wraps that function."""
     model, calls, reader = build().train(), [], "`AdapterSwitch`"
 
-    def noted(function, *args, **kwargs):
+    def recorded(function, *args, **kwargs):
         calls.append(function)
         return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
 
-    def set_noted(enable=True, gradient_checkpointing_func=None, **kwargs):
-        set_checkpointing(enable=enable, gradient_checkpointing_func=noted, **kwargs)
+    def set_recorded(enable=True, gradient_checkpointing_func=None, **kwargs):
+        set_checkpointing(enable=enable, gradient_checkpointing_func=recorded, **kwargs)
 
     set_checkpointing = model._set_gradient_checkpointing
-    model._set_gradient_checkpointing = set_noted
+    model._set_gradient_checkpointing = set_recorded
     model.activation_checkpointing_enable()
     model(torch.tensor([[5, 6]])).logits.sum().backward()
     require(len(calls) == 2, f"{len(calls)} of 2 layers called the function given to it", reader)
-    functions = [getattr(m, "_gradient_checkpointing_func", noted) for m in model.modules()]
-    require(all(f is noted for f in functions), "layers keep the function under another name", reader)
+    functions = [getattr(m, "_gradient_checkpointing_func", recorded) for m in model.modules()]
+    require(all(f is recorded for f in functions), "layers keep the function under another name", reader)

@@ -1,4 +1,4 @@
-"""What callbacks and reward functions are given by every trainer that trl_ext.callbacks.metrics knows."""
+"""The arguments that callbacks and reward functions get from each trainer that trl_ext.callbacks.metrics knows."""
 
 import json
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 
 class Watcher(TrainerCallback):
-    """Keeps what a callback is given."""
+    """Keeps the arguments of a callback."""
 
     def __init__(self):
         self.logs, self.evaluations, self.names = [], [], []
@@ -36,7 +36,7 @@ class Watcher(TrainerCallback):
 
 @pytest.fixture(scope="module")
 def watched_runs(tmp_path_factory):
-    """A short run of each trainer in `METRICS` that has a quantity of its own, with what callbacks saw."""
+    """A short run of each trainer in `METRICS` with a quantity of its own, and what its callbacks got."""
     model = str(tmp_path_factory.mktemp("model"))
     tiny_llama().save_pretrained(model)
     tiny_tokenizer().save_pretrained(model)
@@ -82,7 +82,7 @@ def watched_runs(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", [name for name in METRICS if hasattr(trl, name)])
-def test_metrics_table_names_keys_that_are_logged(name, watched_runs):
+def test_keys_of_the_metrics_table_are_logged(name, watched_runs):
     logs = [log for log in watched_runs[name][0].logs if is_training_log(log)]
     reader = "`trl_ext.callbacks.metrics`"
     require(len(logs) == 4, f"{name}: {len(logs)} of 4 training logs have `learning_rate`", reader)
@@ -92,7 +92,7 @@ def test_metrics_table_names_keys_that_are_logged(name, watched_runs):
         require(steps == expected, f"{name} logs `{metric.key}` ({quantity}) at {steps}, it was at {expected}", reader)
 
 
-def test_what_callbacks_are_given(watched_runs):
+def test_arguments_of_callbacks(watched_runs):
     for name, (watcher, _, trainer, folder) in watched_runs.items():
         reader = "`trl_ext.callbacks`"
         for log in watcher.logs:
@@ -111,7 +111,7 @@ def test_what_callbacks_are_given(watched_runs):
 
 
 @pytest.mark.parametrize("name", ["RLOOConfig", "GRPOConfig"])
-def test_what_reward_functions_are_given(name, watched_runs):
+def test_arguments_of_reward_functions(name, watched_runs):
     watcher, seen, _, _ = watched_runs[name]
     reader = "`trl_ext.rewards`"
     needed = {"completion_ids", "topic", "trainer_state", "log_metric", "log_extra"}

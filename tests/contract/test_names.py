@@ -1,4 +1,4 @@
-"""The tables of `upstream/names.py`: they name what we use, a change of it is seen, and it is told in one sentence."""
+"""The tables of `upstream/names.py` name what we use, and a change upstream is reported in one sentence."""
 
 import ast
 import inspect
@@ -19,7 +19,7 @@ from trl_ext.upstream.names import ATTRIBUTES, METHODS, NAMES, TESTED, check_con
 
 PACKAGE = Path(trl_ext.__file__).parent
 TRAINERS = [(PPOTrainer, trl.GRPOTrainer), (DPOTrainer, trl.DPOTrainer)]
-check_now = check_contract.__wrapped__  # not what was found before
+check_now = check_contract.__wrapped__  # not the cached result
 
 
 def ours(trainer):
@@ -27,7 +27,7 @@ def ours(trainer):
 
 
 def files_of(trainer):
-    """Its folder, and the files of the classes that it inherits from elsewhere in the package."""
+    """Its folder, and the files of its base classes elsewhere in the package."""
     return {
         *Path(inspect.getfile(trainer)).parent.glob("*.py"),
         *(Path(inspect.getfile(cls)) for cls in ours(trainer)),
@@ -41,7 +41,7 @@ def test_upstream_has_what_we_use():
 
 
 @pytest.mark.parametrize("trainer, base", TRAINERS)
-def test_tables_name_nothing_that_is_no_longer_used(trainer, base):
+def test_tables_name_nothing_unused(trainer, base):
     path, code = f"trl.{base.__name__}", "".join(file.read_text() for file in files_of(trainer))
     unused = [name for name in [*METHODS[path], *ATTRIBUTES[path].split()] if not re.search(rf"\b{name}\b", code)]
     assert not unused, f"{trainer.__name__} no longer uses {unused}: take them out of the tables of upstream.py."
@@ -61,10 +61,10 @@ def test_names_are_those_that_the_package_imports():
 
 
 @pytest.mark.parametrize("trainer, base", TRAINERS)
-def test_tables_name_every_private_name_that_a_trainer_of_ours_uses(trainer, base):
+def test_tables_name_each_private_name_that_our_trainers_use(trainer, base):
     own = assigned(ours(trainer)) | {name for cls in ours(trainer) for name in vars(cls)}
     theirs = {*dir(base), *assigned(base.__mro__)}
-    used = {  # code -> what it calls the trainer
+    used = {  # code -> its name for the trainer
         **{inspect.getsource(cls): ("self", "super()") for cls in ours(trainer)},
         **{file.read_text(): ("trainer", "self.trainer") for file in files_of(trainer)},
     }
@@ -79,12 +79,12 @@ def test_tables_name_every_private_name_that_a_trainer_of_ours_uses(trainer, bas
     assert not unnamed, f"{trainer.__name__} uses {unnamed} of {path}: put them into the tables of upstream/names.py."
 
 
-def test_attributes_are_there_in_a_trainer_that_was_built(tmp_path):
-    """They were looked for in bytecode."""
+def test_a_built_trainer_has_the_attributes(tmp_path):
+    """The other tests look for them in bytecode only."""
     for trainer in (grpo(tmp_path), make_trl_trainer(tmp_path)):
         path = next(f"trl.{cls.__name__}" for cls in type(trainer).__mro__ if f"trl.{cls.__name__}" in ATTRIBUTES)
         later = {"vllm_generation", "_last_loaded_step", "_tr_loss", "_total_loss_scalar", "_globalstep_last_logged"}
-        later |= {"_environment_pool", "_async_tool_dicts", "_sync_tool_dicts"}  # with environments and tools alone
+        later |= {"_environment_pool", "_async_tool_dicts", "_sync_tool_dicts"}  # only with environments and tools
         missing = [name for name in ATTRIBUTES[path].split() if name not in later and not hasattr(trainer, name)]
         require(not missing, f"{path} sets {missing} later, or no longer", f"A subclass of {path}")
 
@@ -103,7 +103,7 @@ def sentence_of(trainer):
     return str(raised.value)
 
 
-def test_unchanged_trl_passes_and_is_looked_at_once(monkeypatch):
+def test_unchanged_trl_passes_and_is_checked_once(monkeypatch):
     check_contract(PPOTrainer)
     monkeypatch.delattr(trl.GRPOTrainer, "_compute_loss")
     check_contract(PPOTrainer)
@@ -113,9 +113,9 @@ def test_unchanged_trl_passes_and_is_looked_at_once(monkeypatch):
 @pytest.mark.parametrize(
     "change",
     [
-        pytest.param(lambda self, model: None, id="one parameter less"),
+        pytest.param(lambda self, model: None, id="one parameter fewer"),
         pytest.param(lambda self, inputs, model: None, id="another order"),
-        pytest.param(lambda self, model, inputs, scale=1.0: None, id="one more, which our override would not take"),
+        pytest.param(lambda self, model, inputs, scale=1.0: None, id="one more, which our override does not take"),
     ],
 )
 def test_changed_parameters_of_a_method(change, monkeypatch):
@@ -126,7 +126,7 @@ def test_changed_parameters_of_a_method(change, monkeypatch):
     )
 
 
-def test_name_of_ours_that_trl_begins_to_use(monkeypatch):
+def test_a_new_name_of_trl_that_we_use_already(monkeypatch):
     def prediction_step(self):
         self.kl_controller = None
 
@@ -143,7 +143,7 @@ def test_name_of_ours_that_trl_begins_to_use(monkeypatch):
         (lambda func, more: None, "(func, more)"),
     ],
 )
-def test_changed_function_is_told_when_it_is_imported(function, takes, monkeypatch):
+def test_a_changed_function_is_reported_on_import(function, takes, monkeypatch):
     monkeypatch.setattr(utils, "get_callable_name", function)
     with pytest.raises(
         ImportError,
@@ -156,7 +156,7 @@ def test_changed_function_is_told_when_it_is_imported(function, takes, monkeypat
 
 
 @pytest.mark.slow
-def test_command_prints_each_item_and_says_by_its_exit_whether_one_changed(monkeypatch, capsys):
+def test_the_command_prints_each_item_and_its_status_says_whether_one_changed(monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         command.main()
     lines = capsys.readouterr().out.splitlines()

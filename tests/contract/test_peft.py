@@ -1,4 +1,4 @@
-"""Adapters: which is active, which is trained, and which is saved."""
+"""Adapters in PEFT: which is active, which is trained, and which is saved."""
 
 import copy
 import inspect
@@ -14,7 +14,7 @@ from trl_ext.upstream import names as upstream
 
 
 def two_adapters():
-    """A tiny Llama with adapters `default` and `critic`, none of which is zero."""
+    """A tiny Llama with adapters `default` and `critic`, neither of them zero."""
     config = LoraConfig(r=2, task_type="CAUSAL_LM", init_lora_weights=False)
     model = get_peft_model(tiny_llama(), config)
     model.add_adapter("critic", copy.deepcopy(config))
@@ -73,5 +73,5 @@ def test_peft_saves_one_adapter(tmp_path):
     )
 
 
-def test_grpo_keeps_the_start_of_a_users_adapter_as_ref():
+def test_grpo_keeps_the_initial_adapter_as_ref():
     require('add_adapter("ref"' in inspect.getsource(GRPOTrainer), "GRPOTrainer adds no adapter `ref`", "`REFERENCE`")

@@ -1,4 +1,4 @@
-"""What GRPO does from prompts to rewards, with which methods, and in what order."""
+"""GRPO's methods from prompts to rewards, and their order."""
 
 import pytest
 import torch
@@ -31,8 +31,8 @@ def test_order_of_a_step(tmp_path):
 READER = "The rollout of PPOTrainer"
 
 
-def test_our_passes_come_between_generation_and_scores(tmp_path):
-    """GRPO may ask for log-probs in between. We answer None, and it goes on without."""
+def test_our_passes_run_between_generation_and_scores(tmp_path):
+    """GRPO may ask for log-probs in between. It accepts None."""
     trainer = grpo(tmp_path, steps_per_generation=2)
     output = returned_by(trainer, "_generate_and_score_completions")
 
@@ -49,8 +49,8 @@ def test_our_passes_come_between_generation_and_scores(tmp_path):
 
 
 @pytest.mark.parametrize("accumulation, asked", [(1, 1), (2, 0)])
-def test_log_probs_are_asked_for_where_several_steps_share_a_rollout(tmp_path, accumulation, asked):
-    """Of the policy alone: with `beta=0` GRPO never asks for those of a reference."""
+def test_log_probs_are_computed_where_several_steps_share_a_rollout(tmp_path, accumulation, asked):
+    """Only of the policy: with `beta=0` GRPO never asks for the reference's."""
     trainer = grpo(tmp_path, steps_per_generation=2, gradient_accumulation_steps=accumulation)
     rollout = returned_by(trainer, "_generate_and_score_completions")
     trainer._compute_loss = lambda model, inputs: sum(p.sum() for p in model.parameters())
@@ -61,17 +61,17 @@ def test_log_probs_are_asked_for_where_several_steps_share_a_rollout(tmp_path, a
 
 
 def test_log_probs_of_the_sampler_are_passed_on(tmp_path):
-    """From our `_generate_single_turn` to our `Collection`; without vLLM GRPO corrects nothing by them."""
+    """From our `_generate_single_turn` to our rollout; without vLLM GRPO does not use them for a correction."""
     trainer = grpo(tmp_path)
-    draw, logprobs = trainer._generate_single_turn, [[-0.5] * n for n in (1, 2, 3, 4)]
-    trainer._generate_single_turn = lambda *args: (draw(*args)[0], logprobs)
+    generate, logprobs = trainer._generate_single_turn, [[-0.5] * n for n in (1, 2, 3, 4)]
+    trainer._generate_single_turn = lambda *args: (generate(*args)[0], logprobs)
     generated, rollouts = (returned_by(trainer, name) for name in ("_generate", "_generate_and_score_completions"))
     trainer.train()
     require(generated[0][4] is logprobs, "`_generate` returns others than `_generate_single_turn`", READER)
     require("importance_sampling_ratio" not in rollouts[0], "they correct the loss without vLLM", READER)
 
 
-def test_what_a_rollout_returns(tmp_path):
+def test_keys_of_a_rollout(tmp_path):
     trainer = grpo(tmp_path)
     rollouts = returned_by(trainer, "_generate_and_score_completions")
     trainer.train()
@@ -85,7 +85,7 @@ def test_what_a_rollout_returns(tmp_path):
 
 
 def test_generate_returns_eight_things(tmp_path):
-    """In the order in which `RolloutTrainer._generate` unpacks them. Reward functions are given the same lists."""
+    """In the order in which `RolloutTrainer._generate` unpacks them. Reward functions get the same lists."""
     trainer = grpo(tmp_path)
     generated, drawn = (returned_by(trainer, name) for name in ("_generate", "_generate_single_turn"))
     trainer.train()
@@ -107,8 +107,8 @@ def test_generate_returns_eight_things(tmp_path):
     require(same, "`_generate` is given copies of the rows' prompts", READER)
 
 
-def test_a_tool_mask_says_what_the_policy_drew(tmp_path):
-    """It comes third, 1 = drawn by the policy, and GRPO's own lengths count these tokens alone."""
+def test_a_tool_mask_marks_the_policys_tokens(tmp_path):
+    """It is the third item, 1 = sampled by the policy, and GRPO's lengths count only these tokens."""
     trainer = grpo(tmp_path)
     generated = returned_by(trainer, "_generate")
 
@@ -160,7 +160,7 @@ def test_metrics_of_reward_functions_are_flushed_with_the_rollout(tmp_path):
     require(not trainer._pending_metrics and not trainer._pending_extra_logs, "they stay pending", reader)
 
 
-def test_what_the_constructor_sets(tmp_path):
+def test_attributes_of_the_constructor(tmp_path):
     tiny_reward_model(tiny_llama()).save_pretrained(tmp_path / "reward")
     tiny_tokenizer().save_pretrained(tmp_path / "reward")
     trainer = grpo(tmp_path, reward_funcs=[length := (lambda completions, **_: [0.0] * 4), str(tmp_path / "reward")])

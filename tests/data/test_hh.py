@@ -15,18 +15,18 @@ def assistant(content):
     return {"role": "assistant", "content": content}
 
 
-def test_turns_in_a_row_are_one_message_and_a_colon_alone_is_no_turn():
+def test_consecutive_turns_are_one_message_and_a_colon_is_no_turn():
     text = "\n\nHuman: a\n\nHuman: b\n\nAssistant:\n\nAssistant: I say, Human: no\nAssistant: x"
     assert split_dialogue(text) == [user("a\n\nb"), assistant("I say, Human: no\nAssistant: x")]
 
 
-def test_a_pair_is_one_prompt_and_two_answers_whose_paragraphs_stay_whole():
+def test_a_pair_is_a_prompt_and_two_answers_with_their_paragraphs():
     pair = split_pair(f"{QUESTION}\n\nAssistant: One, too.", f"{QUESTION}\n\nAssistant: No.\n\nIdea. ")
     assert pair["prompt"] == [user("What is a dog?"), assistant("An animal."), user("And a\n\ncat?")]
     assert pair["chosen"] == [assistant("One, too.")] and pair["rejected"] == [assistant("No.\n\nIdea.")]
 
 
-def test_what_is_no_pair_raises(subtests):
+def test_a_row_that_is_no_pair_raises(subtests):
     for chosen, rejected in [
         (f"{QUESTION}\n\nAssistant: x", f"{QUESTION} or not?\n\nAssistant: y"),
         (f"{QUESTION}\n\nAssistant: x", f"{QUESTION}\n\nAssistant:"),
@@ -37,7 +37,7 @@ def test_what_is_no_pair_raises(subtests):
             split_pair(chosen, rejected)
 
 
-def test_the_script_writes_three_folders_and_keeps_the_prompts_of_sft_and_ppo_apart(tmp_path, capsys):
+def test_the_script_writes_three_folders_without_shared_prompts(tmp_path, capsys):
     rows = [
         {"chosen": f"\n\nHuman: q{i}\n\nAssistant: good {i % 7}", "rejected": f"\n\nHuman: q{i}\n\nAssistant: bad"}
         for i in [*range(40), 3]

@@ -1,4 +1,4 @@
-"""In what form trainers get rows, and which rows are held out: no prompt read twice, and none on both sides."""
+"""The form in which trainers get rows, and the split: no prompt is in a completion, and none is in both splits."""
 
 import itertools
 
@@ -19,7 +19,7 @@ BLOCKS = turn("user", [{"type": "text", "text": "the cat"}])
 
 
 def whole(row, before=()):
-    """The row with answers that begin with its prompt, for messages after those of `before`."""
+    """The row with answers that begin with its prompt; of messages, with those of `before` in front."""
     begin = row["prompt"] if isinstance(row["prompt"], str) else [*before, *row["prompt"]]
     return {**row, **{name: begin + row[name] for name in ("chosen", "rejected")}}
 
@@ -35,17 +35,17 @@ def chat_in_other_shapes():
 
 
 @pytest.mark.parametrize("given, expected", [(whole(TEXT), TEXT), *chat_in_other_shapes()])
-def test_answers_come_without_their_prompt(given, expected, capsys):
+def test_answers_are_cut_off_their_prompt(given, expected, capsys):
     made = one_form(Dataset.from_list([given] * 3), "the rows")
     assert made.to_list() == [expected] * 3
-    assert capsys.readouterr().out.count("3 of 3 rows") == 1  # said once
+    assert capsys.readouterr().out.count("3 of 3 rows") == 1  # warned once
     assert one_form(made, "the rows") is made and not capsys.readouterr().out
     if isinstance(given["chosen"], list):
         stream = IterableDataset.from_generator(lambda: iter([given]), features=Dataset.from_list([given]).features)
         assert list(one_form(stream, "a stream")) == [expected]
 
 
-def test_pairs_that_teach_nothing_are_refused_or_left_out_and_the_rest_kept_in_order(capsys):
+def test_useless_pairs_are_refused_or_left_out(capsys):
     def talk(text):
         return [{"role": "assistant", "content": text}]
 
@@ -59,8 +59,8 @@ def test_pairs_that_teach_nothing_are_refused_or_left_out_and_the_rest_kept_in_o
         assert f"the data: {len(dataset) - len(kept)} of {len(dataset)} pairs" in capsys.readouterr().out
 
 
-def test_rows_are_read_many_at_once(monkeypatch):
-    """One by one, 200,000 rows take a quarter of a minute."""
+def test_rows_are_read_in_batches(monkeypatch):
+    """One by one, 200,000 rows take 15 seconds."""
     monkeypatch.setattr(Dataset, "__iter__", None)
     dataset = Dataset.from_list([TEXT] * 1001 + [{**TEXT, "chosen": "ran"}])
     assert one_form(dataset, "the data") is dataset
@@ -68,7 +68,7 @@ def test_rows_are_read_many_at_once(monkeypatch):
         usable_pairs(dataset, "the data")
 
 
-# ---- Which prompts are the same, and what is held out ----
+# ---- Equal prompts and held-out rows ----
 
 
 def test_a_prompt_is_the_same_in_every_shape():
@@ -100,12 +100,12 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("eval_size", [1, 60])
-def test_no_prompt_is_on_both_sides(shape, eval_size, capsys):
+def test_no_prompt_is_in_both_splits(shape, eval_size, capsys):
     rows = [{**SHAPES[shape](row), "n": n} for n, row in enumerate(several())]
     train, held_out = hold_out_prompts(Dataset.from_list(rows), eval_size, seed=eval_size)
     numbers = [sorted(each["n"]) for each in (train, held_out)]
     assert sorted(sum(numbers, [])) == list(range(len(rows)))
-    assert not {n // 3 for n in numbers[0]} & {n // 3 for n in numbers[1]}  # three pairs a prompt
+    assert not {n // 3 for n in numbers[0]} & {n // 3 for n in numbers[1]}  # three pairs per prompt
     assert len(held_out) == max(eval_size // 3 * 3, 3)
     said = f"{len(held_out)} of 120 rows, all rows of {len(held_out) // 3} of the 40 prompts."
     assert said in capsys.readouterr().out
@@ -114,7 +114,7 @@ def test_no_prompt_is_on_both_sides(shape, eval_size, capsys):
     assert hold_out_prompts(Dataset.from_list(rows), eval_size, seed=99)[1]["n"] != held_out["n"]
 
 
-def test_different_prompts_are_divided_as_datasets_divides_rows():
+def test_distinct_prompts_are_split_as_datasets_splits_rows():
     rows = Dataset.from_dict({"prompt": [f"ask {n}" for n in range(50)]})
     expected = rows.train_test_split(7, seed=3)
     assert [part["prompt"] for part in hold_out_prompts(rows, 7, seed=3)] == [
@@ -122,7 +122,7 @@ def test_different_prompts_are_divided_as_datasets_divides_rows():
     ]
 
 
-def test_rows_of_one_prompt_are_divided_and_it_is_said(capsys):
+def test_rows_of_one_prompt_are_split_with_a_warning(capsys):
     rows = Dataset.from_dict({"prompt": ["go"] * 9, "n": list(range(9))})
     train, held_out = hold_out_prompts(rows, 4, seed=0)
     assert (len(train), len(held_out)) == (5, 4) and "9 rows have the same prompt" in capsys.readouterr().out

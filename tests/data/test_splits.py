@@ -34,7 +34,7 @@ def test_saved_dataset_and_saved_splits(folder):
         load_dataset_split("many", "test")
 
 
-def test_held_out_rows_are_the_split_or_cut_from_training(subtests):
+def test_held_out_rows_are_a_split_or_cut_from_training(subtests):
     train, held_out = Dataset.from_dict(ROWS), Dataset.from_dict({"prompt": list("abcdefg")})
     for eval_size, sizes in [(None, (2, 7)), (0, (2, None)), (1, (1, 1))]:
         with subtests.test(eval_size=eval_size):
@@ -45,29 +45,29 @@ def test_held_out_rows_are_the_split_or_cut_from_training(subtests):
 
 
 @pytest.mark.parametrize("text", ["", '{"prompt": "a"'])
-def test_a_file_without_rows_or_with_a_broken_one_is_refused(tmp_path, text):
+def test_an_empty_or_broken_file_is_refused(tmp_path, text):
     (tmp_path / "rows.jsonl").write_text(text)
     with pytest.raises(ValueError, match="rows.jsonl cannot be read"):
         load_dataset_split(tmp_path / "rows.jsonl")
 
 
-def test_some_row_is_left_to_train_on():
+def test_at_least_one_row_is_left_for_training():
     rows = Dataset.from_dict(ROWS)
     with pytest.raises(ValueError, match="none is left"):
         held_out_rows(rows, lambda: rows, len(rows), seed=0)
 
 
-def test_splits_keep_groups_whole_and_shares_alike():
-    draw = np.random.default_rng(0)
-    groups = draw.integers(0, 2000, 4000)
-    topic = draw.choice(list("aaabbc"), 2000)[groups]
+def test_splits_keep_groups_whole_and_have_their_shares():
+    rng = np.random.default_rng(0)
+    groups = rng.integers(0, 2000, 4000)
+    topic = rng.choice(list("aaabbc"), 2000)[groups]
     shares = {"test": 0.1, "train": 0.7, "val": 0.2}
     split = split_groups(groups, shares, topic, seed=1)
     assert all(len({*split[groups == group]}) == 1 for group in np.unique(groups)[:500])
     for value in "abc":
         for name, share in shares.items():
             rows = topic == value
-            assert (split[rows] == name).sum() == pytest.approx(share * rows.sum(), abs=8)  # groups of 2 in the mean
+            assert (split[rows] == name).sum() == pytest.approx(share * rows.sum(), abs=8)  # groups of 2 on average
     assert (split_groups(groups, shares, topic, seed=1) == split).all()
     assert (split_groups(groups, shares, topic, seed=2) != split).mean() > 0.2
     rare = split_groups(range(4000), {"train": 0.9, "test": 0.1}, [i % 1000 for i in range(4000)])

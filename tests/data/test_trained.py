@@ -1,4 +1,4 @@
-"""Which pairs a model was trained on: what is the same pair, what is kept of it, and what is then held out."""
+"""Which pairs a model was trained on: which pairs are equal, what is stored of them, and which are held out."""
 
 import random
 
@@ -32,7 +32,7 @@ def typed(row):
 
 
 @pytest.mark.parametrize("other", [without_prompt, turned, typed, as_messages])
-def test_a_pair_is_known_in_whatever_form_and_order_it_comes_again(other):
+def test_a_pair_is_recognised_in_any_form_and_order(other):
     trained = TrainedPairs.of(Dataset.from_list(pairs(0, 20)))
     again = pairs(10, 30)
     random.Random(0).shuffle(again)
@@ -41,19 +41,19 @@ def test_a_pair_is_known_in_whatever_form_and_order_it_comes_again(other):
     assert trained.has(hashes).tolist() == expected and hashes.shape == (20, 2)
 
 
-def test_what_is_written_is_read_again_and_stays_where_it_is_not_uploaded(tmp_path):
+def test_the_file_is_read_again_and_not_uploaded(tmp_path):
     one, two = (TrainedPairs.of(Dataset.from_list(pairs(*ends))) for ends in ((0, 3), (2, 6)))
     assert TrainedPairs.load(tmp_path) is None
     one.save(tmp_path)
     two.save(tmp_path, is_uploaded=True)
-    assert [path.parent.name for path in tmp_path.rglob(TRAINED_PAIRS)] == ["_run"]  # the earlier one is gone
+    assert [path.parent.name for path in tmp_path.rglob(TRAINED_PAIRS)] == ["_run"]  # the earlier file is gone
     found = TrainedPairs.load(tmp_path)
     np.testing.assert_array_equal(found.pairs, two.pairs)
     both = one | TrainedPairs(found.pairs, is_complete=False)
     assert len(both) == 6 and not both.is_complete and (one | found).is_complete
 
 
-def test_nothing_that_runs_is_read_of_a_folder_from_elsewhere(tmp_path):
+def test_no_code_of_a_folder_is_executed(tmp_path):
     np.savez(tmp_path / TRAINED_PAIRS, pairs=np.array([print], object), is_complete=True)
     with pytest.raises(ValueError, match="allow_pickle=False"):
         TrainedPairs.load(tmp_path)

@@ -1,4 +1,4 @@
-"""Misspelled keys in accelerate_configs/: accelerate ignores nested ones, DeepSpeed top-level ones."""
+"""No key in accelerate_configs/ is misspelled: accelerate ignores nested keys, DeepSpeed top-level ones."""
 
 import dataclasses
 import json
@@ -12,7 +12,7 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 LAUNCHER = {"deepspeed_config_file", "deepspeed_multinode_launcher", "zero3_init_flag"}
-SETTINGS = {  # what the Trainer fills in, and DeepSpeed's own
+SETTINGS = {  # the Trainer fills them in, or DeepSpeed itself
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
     *("bf16", "fp16", "zero_optimization"),
 }

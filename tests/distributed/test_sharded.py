@@ -1,4 +1,4 @@
-"""DDP, FSDP2, ZeRO-2 and ZeRO-3 as accelerate_configs/ has them, but on CPU: training, saving, resuming, failing."""
+"""DDP, FSDP2, ZeRO-2 and ZeRO-3 with the files of accelerate_configs/, on CPU: training, saving, resuming, failing."""
 
 import functools
 import json
@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tests.distributed.worker import CANARY, SHOWN_ELSEWHERE, make_pairs, run, write_inputs
+from tests.distributed.worker import CANARY, COVERED_ELSEWHERE, make_pairs, run, write_inputs
 from tests.rounding import bound
 from tests.tiny import tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext.models import answer_texts, prompt_token_ids, sample
@@ -24,7 +24,7 @@ from trl_ext.models.actor_critic import ActorCritic
 from trl_ext.workbench.planning.stages import sharded_layers
 
 ROOT = Path(__file__).parents[2]
-MODES = {  # shipped file -> the mode that must really be on: accelerate's type, the wrapper, the share of weights held
+MODES = {  # shipped file -> the mode that must be on: accelerate's type, the wrapper, a process's share of the weights
     "multi_gpu": ("DistributedType.MULTI_CPU", "DistributedDataParallel", (1.0, 1.0)),
     "fsdp2": ("DistributedType.FSDP", "FSDP", (0.45, 0.55)),
     "zero2": ("DistributedType.DEEPSPEED", "DeepSpeedEngine", (1.0, 1.0)),
@@ -33,11 +33,11 @@ MODES = {  # shipped file -> the mode that must really be on: accelerate's type,
 
 
 def cases(*names):
-    """Each case in each mode; those that another one shows are `extra`."""
+    """Each case in each mode; cases that another one covers are `extra`."""
     marks = {True: pytest.mark.extra, False: ()}
     return pytest.mark.parametrize(
         ("launched", "name"),
-        [pytest.param(mode, n, marks=marks[n in SHOWN_ELSEWHERE[mode]]) for mode in MODES for n in names],
+        [pytest.param(mode, n, marks=marks[n in COVERED_ELSEWHERE[mode]]) for mode in MODES for n in names],
         indirect=["launched"],
     )
 
@@ -46,7 +46,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 def on_cpu(name, folder):
-    """The shipped file for two processes on CPU, with nothing so small that ZeRO would leave it whole."""
+    """The shipped file for two processes on CPU, with thresholds so small that ZeRO shards every weight."""
     config = yaml.safe_load((ROOT / f"accelerate_configs/{name}.yaml").read_text())
     config |= {"num_processes": 2, "mixed_precision": "no", "use_cpu": config["distributed_type"] != "DEEPSPEED"}
     config.pop("gpu_ids", None)
@@ -77,16 +77,17 @@ def one_process(folder):
 
 @pytest.fixture(scope="module")
 def split(folder):
-    """One process again, its micro-batches cut in two: how far rounding drives two runs apart."""
+    """One process again, with its micro-batches cut in two: how far rounding alone drives two runs apart."""
     return functools.cache(lambda workload: run(workload, folder / "inputs", folder / "split", 1, parts=2))
 
 
 @pytest.fixture(scope="module", params=MODES)
 def launched(request, folder):
     """
-    One launch, since to import takes longer than most of what is checked: it trains every workload, resumes each from
-    its checkpoint, and ends when one process does something that the other does not. DDP's is accelerate's own, the
-    others import once. The mode, its folder, what came of each, what was said, and how long process 0 outlived that.
+    Launch once, since imports take longer than most checks: train every workload, resume each from its checkpoint, and
+    end when one process does something that the other does not. DDP is launched by accelerate, the others by
+    tests.launch, which imports once. Return the mode, its folder, the results, stderr, and for how many seconds
+    process 0 outlived process 1.
     """
     mode = request.param
     if mode.startswith("zero"):
@@ -118,20 +119,20 @@ def launched(request, folder):
 
 @pytest.fixture(scope="module")
 def failed(launched):
-    """Of its end alone: the mode, results, what was said, and how long process 0 outlived process 1."""
+    """Only the part "fail": the mode, the results, stderr, and for how many seconds process 0 outlived process 1."""
     mode, _, results, errors, seconds = launched
     return mode, results["fail"], errors, seconds
 
 
 def saved(folder):
-    """The policy's and the critic's weights, by file."""
+    """The weights of policy and critic, by file."""
     return {
         str(path.relative_to(folder)): load_file(path)
         for path in sorted([*folder.glob("*.safetensors"), *folder.glob("critic/*.safetensors")])
     }
 
 
-def test_the_mode_is_really_on(launched):
+def test_the_mode_is_on(launched):
     mode, _, results, *_ = launched
     kind, wrapper, (least, most) = MODES[mode]
     for rank in results["train"]:
@@ -142,8 +143,8 @@ def test_the_mode_is_really_on(launched):
 
 
 @pytest.mark.parametrize("launched", ["fsdp2"], indirect=True)
-def test_fsdp2_gathers_the_pieces_that_a_plan_counts(launched):
-    """The layers of policy and critic one by one, and a reference of its own whole."""
+def test_fsdp2_gathers_the_pieces_that_the_memory_plan_counts(launched):
+    """Policy and critic layer by layer, a separate reference at once."""
     actor_critic = ActorCritic(tiny_llama(), tiny_reward_model(tiny_llama()))
     names = {id(module): name for name, module in actor_critic.named_modules()}
     for rank in launched[2]["train"]:
@@ -173,7 +174,7 @@ def test_gradients_are_those_of_one_process(launched, folder, one_process, name)
     one_process(name)
     lora, expected = name.endswith("lora"), saved(folder / "one" / name)
     before = saved(folder / "inputs/policy") | {"critic/model.safetensors": {}}
-    steps = {  # weights are those before minus the gradient; an adapter's B is 0 before
+    steps = {  # the new weights are the old ones minus the gradient; an adapter's B was 0
         weight: (tensor - before[path][weight] if not lora else tensor).abs().max().item()
         for path, tensors in expected.items()
         for weight, tensor in tensors.items()
@@ -186,7 +187,7 @@ def test_gradients_are_those_of_one_process(launched, folder, one_process, name)
             assert_close(tensor, expected[path][weight], rtol=0, atol=1e-5 * largest, msg=weight)
 
 
-def test_what_is_saved_loads_with_plain_transformers(launched):
+def test_saved_models_load_with_plain_transformers(launched):
     _, output, *_ = launched
     for kind, auto in (("ppo", AutoModelForCausalLM), ("reward", AutoModelForSequenceClassification)):
         _, info = auto.from_pretrained(output / kind, output_loading_info=True)
@@ -197,7 +198,7 @@ def test_what_is_saved_loads_with_plain_transformers(launched):
         assert_close(get_peft_model_state_dict(adapted)[name], tensor, rtol=0, atol=0)
 
 
-def test_a_resumed_run_ends_exactly_as_the_uninterrupted_one(launched):
+def test_a_resumed_run_ends_with_the_bits_of_the_uninterrupted_one(launched):
     _, output, results, *_ = launched
     trained, resumed = results["train"], results["resume"]
     for workload in resumed[0]:
@@ -211,7 +212,7 @@ def test_a_lora_checkpoint_does_not_hold_the_base(launched):
     files = [path for path in (output / "ppo lora").glob("checkpoint-*/**/*") if path.is_file()]
     states = [load_file(path) for path in files if path.suffix == ".safetensors"]
     states += [torch.load(path, weights_only=True) for path in files if path.name == "pytorch_model_fsdp.bin"]
-    names = [path for path in files if path.name.endswith("model_states.pt")]  # DeepSpeed's, which holds more
+    names = [path for path in files if path.name.endswith("model_states.pt")]  # DeepSpeed's file has more
     states += [torch.load(path, weights_only=False)["module"] for path in names]
     assert states
     for state in states:
@@ -222,15 +223,15 @@ def test_a_lora_checkpoint_does_not_hold_the_base(launched):
 def test_a_rollout_gathers_each_weight_once(failed, name):
     mode, results, _, _ = failed
     lengths = [sum(rollout[1]) for rank in results for rollout in rank[name]]
-    assert len(set(lengths)) > 1  # processes make unequal numbers of forwards
-    # FSDP2: embeddings, two layers, the head, and what is left; ZeRO-3: each of the policy's parameters by itself
+    assert len(set(lengths)) > 1  # the processes run unequal numbers of forward passes
+    # FSDP2: embeddings, two layers, the head, and the rest; ZeRO-3: each parameter of the policy
     expected = {"fsdp2": 5, "zero3": 45 if name.endswith("lora") else 21}.get(mode, 0)
     for rank in results:
         assert [gathers for gathers, _ in rank[name]] == [expected, expected]
 
 
 @cases("canary", "canary lora")
-def test_the_canary_sings_on_processes_whose_answers_differ_in_length(failed, folder, name):
+def test_canaries_are_generated_though_lengths_differ_between_processes(failed, folder, name):
     rows = [json.loads(line) for line in (folder / failed[0] / name / "canary.jsonl").open()]
     assert [row["step"] for row in rows] == [step for step in range(5) for _ in CANARY]
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder / "inputs/policy"), tiny_tokenizer()
@@ -254,7 +255,7 @@ def test_the_best_weights_are_loaded_at_the_end(failed, folder, name):
 
 @torch.no_grad()
 @cases("recipes", "recipes lora")
-def test_the_reward_recipe_centres_the_head_that_it_saves(failed, folder, name):
+def test_the_reward_recipe_saves_a_centred_head(failed, folder, name):
     lora, output = name.endswith("lora"), folder / failed[0] / name / "reward"
     auto = AutoPeftModelForSequenceClassification if lora else AutoModelForSequenceClassification
     model = auto.from_pretrained(output, num_labels=1, pad_token_id=0).eval()
@@ -267,7 +268,7 @@ def test_the_reward_recipe_centres_the_head_that_it_saves(failed, folder, name):
 
 
 @cases("recipes", "recipes lora")
-def test_recipes_train_what_plain_transformers_load(failed, folder, name):
+def test_models_of_the_recipes_load_with_plain_transformers(failed, folder, name):
     start = saved(folder / "inputs/policy")["model.safetensors"]
     for stage in ("sft", "ppo", "dpo"):
         output = folder / failed[0] / name / stage
@@ -282,16 +283,16 @@ def test_recipes_train_what_plain_transformers_load(failed, folder, name):
 
 
 @cases("stop ppo", "stop dpo")
-def test_a_stop_that_one_process_asks_for_stops_both_at_one_step(failed, name):
+def test_a_stop_of_one_process_stops_both_at_one_step(failed, name):
     mode, results, _, _ = failed
     for rank in results:
         (error, message, seconds), step = rank[name]
         assert error is None, message
-        assert step == {"stop ppo": 4, "stop dpo": 2}[name] and seconds < 60  # PPO waits for the rollout's end
+        assert step == {"stop ppo": 4, "stop dpo": 2}[name] and seconds < 60  # PPO waits for the end of the rollout
 
 
 @cases("warm-up")
-def test_a_warm_up_leaves_the_policy_alone_or_is_refused(failed, name):
+def test_a_warm_up_does_not_train_the_policy_or_is_refused(failed, name):
     mode, results, _, _ = failed
     for rank in results:
         if mode.startswith("zero"):
@@ -302,15 +303,15 @@ def test_a_warm_up_leaves_the_policy_alone_or_is_refused(failed, name):
 
 @pytest.mark.parametrize("gathers", ["", " layer by layer"])
 @pytest.mark.parametrize("launched", ["fsdp2", "zero3"], indirect=True)
-def test_a_process_whose_episodes_are_over_generates_along(failed, gathers):
-    """Process 1 takes two more turns, of 3 and of 1 rows. It needs the others' parts of the weights for each."""
+def test_a_process_whose_episodes_have_ended_still_generates(failed, gathers):
+    """Process 1 takes two more turns, of 3 rows and of 1. For each it needs the other process's shards."""
     results = [rank[f"episodes{gathers}"] for rank in failed[1]]
     assert [result["rows"] for result in results] == [[4, 1, 1], [4, 3, 1]]
     assert [result["scores"] for result in results] == [0.75, 0.75]
 
 
 @cases("reward raises")
-def test_a_mistake_that_one_process_reports_ends_both(failed, name):
+def test_an_error_on_one_process_ends_both(failed, name):
     for rank in failed[1]:
         error, message, took = rank[name]
         assert error == "RuntimeError" and "process 1: reward function" in message and took < 60
@@ -323,6 +324,6 @@ def test_a_gradient_that_is_not_finite_on_one_process_ends_both(failed, name):
         assert error == "FloatingPointError" and "at step 2" in message and "loss/policy_avg" in message and took < 60
 
 
-def test_a_mistake_on_one_process_ends_the_launch(failed):
+def test_a_crash_of_one_process_ends_the_launch(failed):
     _, _, errors, seconds = failed
     assert "ValueError: process 1 has had enough" in errors and seconds < 60

@@ -1,4 +1,4 @@
-"""Every workload on the processes that `accelerate launch` has started, one after the other, and what came of it."""
+"""Run every workload on the processes that `accelerate launch` has started, and save the results."""
 
 import importlib
 import json
@@ -15,7 +15,7 @@ _init = state.AcceleratorState.__init__
 
 
 def _fsdp_on_cpu(self, *args, **kwargs):
-    """accelerate makes a run of FSDP with `use_cpu` one of DDP, without a word."""
+    """Undo that accelerate silently turns FSDP with `use_cpu` into DDP."""
     _init(self, *args, **kwargs)
     if os.environ.get("ACCELERATE_USE_FSDP") == "true" and self.distributed_type == DistributedType.MULTI_CPU:
         self.distributed_type = DistributedType.FSDP
@@ -25,9 +25,9 @@ def _fsdp_on_cpu(self, *args, **kwargs):
 
 state.AcceleratorState.__init__ = _fsdp_on_cpu
 if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
-    # It takes minutes to compile, and gloo does the same. As an attribute, `deepspeed.comm.torch` is torch itself
+    # It compiles for minutes, and gloo does the same. (As an attribute, `deepspeed.comm.torch` is torch itself.)
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
-torch.distributed.destroy_process_group = lambda group=None: None  # a recipe ends the launch that we go on with
+torch.distributed.destroy_process_group = lambda group=None: None  # other workloads run after a recipe
 
 from datasets import Dataset  # noqa: E402
 from peft import LoraConfig, get_peft_model  # noqa: E402
@@ -58,7 +58,7 @@ from tests.tiny import ON_CPU, WORDS, prompts, tiny_llama, tiny_reward_model, ti
 from trl_ext import DPOConfig, DPOTrainer, save_base_fingerprint  # noqa: E402
 from trl_ext.callbacks import CanaryCallback  # noqa: E402
 
-# Two minibatches of two micro-batches: the steps of one process are those of two, if each minibatch has the same rows
+# Two minibatches of two micro-batches: one process takes the steps of two if each minibatch has the same rows
 PPO = {
     "num_mini_batches": 2,
     "num_ppo_epochs": 2,
@@ -70,16 +70,16 @@ PPO = {
     "reward_normalization": "running",
     "whiten_rewards": True,
 }
-ONE_EPOCH = {"num_ppo_epochs": 1, "max_steps": 4, "save_steps": 2}  # as long as shows all but further epochs
-ORDER = {1: [0, 1, 4, 5, 2, 3, 6, 7], 2: [0, 1, 2, 3]}  # of a rollout's rows, by the number of processes
-# One step of plain gradient descent with a rate of 1 subtracts the gradient
+ONE_EPOCH = {"num_ppo_epochs": 1, "max_steps": 4, "save_steps": 2}  # long enough to show all but further epochs
+ORDER = {1: [0, 1, 4, 5, 2, 3, 6, 7], 2: [0, 1, 2, 3]}  # the order of a rollout's rows, by the number of processes
+# One step of SGD with a learning rate of 1 subtracts the gradient
 GRADIENT = {"num_mini_batches": 1, "num_ppo_epochs": 1, "max_steps": 1, "save_strategy": "no"}
 GRADIENT |= {"optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant", "max_grad_norm": 1e9}
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
 
 
 def write_inputs(folder):
-    """A policy, a reward model, a reward adapter on the policy's base, as paths: ZeRO-3 partitions while loading."""
+    """Save policy, reward model and reward adapter on the policy's base: ZeRO-3 partitions models that it loads."""
     policy, tokenizer = tiny_llama(), tiny_tokenizer()
     for name in ("policy", "reward", "reward model"):
         tokenizer.save_pretrained(folder / name)
@@ -94,7 +94,7 @@ def write_inputs(folder):
     reward = get_peft_model(reward, LoraConfig(task_type="SEQ_CLS", init_lora_weights=False, **LORA))
     reward.save_pretrained(folder / "reward")
     save_base_fingerprint(reward, folder / "reward")
-    for seed, split in enumerate(("train", "test")):  # a reward model is tested on pairs that it has not seen
+    for seed, split in enumerate(("train", "test")):  # a reward model is tested on pairs that it was not trained on
         pairs = make_pairs(seed)
         answers = [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in pairs]
         for name, rows in (("pairs", pairs), ("answers", answers)):
@@ -112,7 +112,7 @@ def make_pairs(seed=0):
 
 
 def micro_batches(size, steps, parts):
-    """The settings of an optimizer step whose micro-batches are each split into parts."""
+    """The settings of an optimizer step with each micro-batch split into parts."""
     return {"per_device_train_batch_size": size // parts, "gradient_accumulation_steps": steps * parts}
 
 
@@ -125,7 +125,7 @@ def ppo(inputs, output_dir, processes, lora, trainer_kwargs=None, reward=None, p
         trainer_kwargs=peft | (trainer_kwargs or {}),
         **{**PPO, **(ONE_EPOCH if reward else {}), **micro_batches(2 // processes, 2, parts)}
         | {"save_strategy": "steps", **config},
-        save_in_background=reward is None,  # of the two ways to save each has its workloads
+        save_in_background=reward is None,  # each of the two ways to save has its workloads
     )
 
 
@@ -162,12 +162,12 @@ def others(kind, inputs, output_dir, processes, lora, parts=1):
 
 KINDS = ("ppo", "separate", "gradient", "sft", "dpo", "reward")
 WORKLOADS = [f"{kind}{lora}" for kind in KINDS for lora in ("", " lora")]
-# What another mode shows, or tests/ppo and tests/dpo of DDP on two processes. `… resumed` is a workload resumed
+# Covered by another mode, or for DDP by tests/ppo and tests/dpo. `… resumed` is a workload that is resumed
 WHOLE_WEIGHTS = {"sft lora", "reward lora", "dpo", "dpo resumed", "separate", "separate resumed", "separate lora"}
 WHOLE_WEIGHTS |= {"separate lora resumed", "generation", "generation lora", "canary lora", "best lora", "recipes lora"}
 PARTS = {"separate lora", "separate lora resumed", "ppo resumed", "dpo lora resumed"}
 DDP = {"ppo resumed", "dpo lora resumed", "stop dpo", "reward raises", "not finite", "recipes"}
-SHOWN_ELSEWHERE = {
+COVERED_ELSEWHERE = {
     "multi_gpu": WHOLE_WEIGHTS | DDP,
     "zero2": WHOLE_WEIGHTS | {"ppo lora resumed", "stop dpo", "recipes"},
     "fsdp2": PARTS | {"canary", "best", "recipes"},
@@ -178,8 +178,8 @@ SHOWN_ELSEWHERE = {
 def is_left_out(name):
     mode = Path(sys.argv[1]).name
     if mode in ("multi_gpu", "zero2") and name.startswith("episodes"):
-        return True  # where each process has whole weights, it draws for itself
-    return name in SHOWN_ELSEWHERE[mode] and not os.environ.get("TRL_EXT_ALL_CASES")
+        return True  # where each process has the whole weights, it samples by itself
+    return name in COVERED_ELSEWHERE[mode] and not os.environ.get("TRL_EXT_ALL_CASES")
 
 
 def run(workload, inputs, folder, processes, resume=False, parts=1):
@@ -198,9 +198,9 @@ def run(workload, inputs, folder, processes, resume=False, parts=1):
         if kind == "separate":  # a reward model with a base of its own, and a reference that moves
             options = {"reward": [str(inputs / ("reward" if lora else "reward model"))], "share_reward_base": False}
             options |= {} if lora else {"baseline": "gated"}
-            # Drawn anew, the critic's adapter would be another one under ZeRO-3
+            # A newly initialised critic adapter would be another one under ZeRO-3
             options["trainer_kwargs"] = {"value_model": str(inputs / "reward")} if lora else {}
-            options |= CORRECTED  # answers of another engine
+            options |= CORRECTED  # completions of another engine
         answering = skewed if kind == "separate" else scripted
         trainer = answering(ppo(inputs, output_dir, processes, lora, parts=parts, **options))
     else:
@@ -246,7 +246,7 @@ class Gathers(TorchDispatchMode):
 
 
 def generation(inputs, folder, lora):
-    """Of each rollout's `generate`, of one prompt at a time: all-gathers, and the lengths of the answers."""
+    """The all-gathers of each rollout, which generates one prompt at a time, and the lengths of its completions."""
     trainer = ppo(
         inputs, folder, 2, lora, **ONE_EPOCH | {"local_rollout_forward_batch_size": 1, "save_strategy": "no"}
     )
@@ -264,7 +264,7 @@ def generation(inputs, folder, lora):
 
 
 def canary(inputs, folder, lora):
-    """Process 0's answers end at once, process 1's never."""
+    """Process 0's completions end at once, process 1's never."""
     trainer = others("sft", inputs, folder, 2, lora)
     trainer.add_callback(CanaryCallback(trainer=trainer, prompts=CANARY, minutes=0, max_new_tokens=12))
     trainer.train()
@@ -295,7 +295,7 @@ def best(inputs, folder, lora):
 
 
 def chain(inputs, folder, lora):
-    """The recipes as `accelerate launch` runs them: SFT, a reward model, PPO with both, and DPO."""
+    """Run the recipes: SFT, a reward model, PPO with both, and DPO."""
     common = {"use_cpu": "true", "bf16": "false", "dtype": "float32", "report_to": "none", "disable_tqdm": "true"}
     common |= {"max_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-3, "eval_strategy": "no"}
     common |= {"record_run": "false"}
@@ -316,7 +316,7 @@ def chain(inputs, folder, lora):
     for recipe, settings in stages.items():
         settings |= common | {"output_dir": folder / recipe.__name__.rpartition(".")[2]}
         recipe.main([str(part) for name, value in settings.items() for part in (f"--{name}", value)])
-        torch.distributed.barrier()  # the next stage reads what this one writes
+        torch.distributed.barrier()  # the next stage reads this one's output
         state.AcceleratorState._reset_state(reset_partial_state=False)
 
 
@@ -339,7 +339,7 @@ def stop_request(inputs, folder, kind):
 
 
 def warmup(inputs, folder):
-    """Which roles each of three steps moves, the first one for the critic alone; or what is said against it."""
+    """The roles that each of three steps trains, the first one for the critic alone; or the error message."""
     config = {"critic_warmup_rollouts": 1, "num_ppo_epochs": 1, "num_mini_batches": 1}
     try:
         trainer = ppo(inputs, folder, 2, False, **config, max_steps=3, save_strategy="no")
@@ -357,27 +357,27 @@ def warmup(inputs, folder):
 
 
 def episodes(inputs, folder, gathers):
-    """One step on an environment where process 0 calls no tool, and the other does; the rows of each draw."""
+    """One step on an environment where only process 1 calls tools; its scores, and the rows of each generation."""
     sizes = {"per_device_train_batch_size": 4, "local_rollout_forward_batch_size": 1}
     config = {**TOGETHER, "max_steps": 1, **sizes, "ds3_gather_for_generation": gathers}
     trainer = make_agent(folder, policy=str(inputs / "agent"), **config)
-    draw, rows = trainer._generate_completions, []
+    generate, rows = trainer._generate_completions, []
     player = counts if trainer.accelerator.process_index else lambda history: "Done.<|im_end|>"
     scripted_answers = played_by(trainer, player)._generate_completions
 
-    def drawn(prompt_ids, *args, **kwargs):
+    def counted(prompt_ids, *args, **kwargs):
         rows.append(len(prompt_ids))
         trainer._tokens_left = lambda _: 2 + trainer.accelerator.process_index
-        draw(prompt_ids, *args, **kwargs)  # all processes take part in it
+        generate(prompt_ids, *args, **kwargs)  # a collective
         return scripted_answers(prompt_ids)
 
-    trainer._generate_completions = drawn
+    trainer._generate_completions = counted
     trainer.train()
     return {"scores": trainer.state.log_history[0]["objective/scores"], "rows": rows}
 
 
 def fail(inputs, folder):
-    """Generation, the best weights, and what one process alone does; the last of that ends the launch."""
+    """Generation, the best weights, and events on one process alone; the last one ends the launch."""
     cases = {
         "generation": lambda out: generation(inputs, out, lora=False),
         "generation lora": lambda out: generation(inputs, out, lora=True),
@@ -418,9 +418,9 @@ def train(inputs, folder, resume):
         if is_left_out(f"{workload} resumed" if resume else workload):
             continue
         if resume and workload.split()[0] in ("gradient", "sft", "reward"):
-            continue  # the first saves none, the others are TRL's own
+            continue  # the first saves none, the others are TRL's
         results[workload] = run(workload, inputs, folder, int(os.environ["WORLD_SIZE"]), resume)
-        state.AcceleratorState._reset_state(reset_partial_state=False)  # the next one's DeepSpeed settings are its own
+        state.AcceleratorState._reset_state(reset_partial_state=False)  # the next one has its own DeepSpeed settings
     yield results
 
 

@@ -1,4 +1,4 @@
-"""Settings and rows that would train wrongly without a word are refused; what TRL says by itself is left to TRL."""
+"""Settings and rows that would train wrongly in silence are refused; TRL's own checks are not repeated."""
 
 import dataclasses
 import math
@@ -47,7 +47,7 @@ def changed(row, **values):
     return Dataset.from_list(rows)
 
 
-def test_numbers_of_pairs_that_would_train_wrongly_are_refused(subtests, tmp_path):
+def test_bad_numbers_of_pairs_are_refused(subtests, tmp_path):
     for values in ({"confidence": 0.4}, {"confidence": math.nan}, {"weight": -0.5}, {"weight": None}):
         for kwargs in ({"train_dataset": changed(6, **values)}, {"eval_dataset": {"hard": changed(6, **values)}}):
             name = "eval 'hard'" if "eval_dataset" in kwargs else "train"

@@ -1,4 +1,4 @@
-"""Each field of `DPOConfig` that is ours changes what is trained, or stands in a list of what it does instead."""
+"""Each field that `DPOConfig` adds changes the trained weights, or is in a table of what it does instead."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 STEERED = {"beta_controller": "drift", "drift_target": 1e-3, "drift_horizon": 20.0}
 INFORMED = {"use_margin": True}
 SOURCES = {"margin_normalization": "source"}
-CHANGED = {  # field -> another value, and what it is read with
+CHANGED = {  # field -> another value, and the settings that it needs
     "beta_max": (0.1, STEERED),
     "beta_min": (0.1, {**STEERED, "drift_target": 1e3}),
     "dpop_lambda": (1.0, {}),
@@ -47,11 +47,11 @@ def trained(tmp_path, **config):
     return torch.cat([p.flatten() for p in weights(trainer).values()])
 
 
-def test_every_field_of_ours_is_in_one_table():
+def test_each_field_is_in_one_table():
     ours = {f.name for f in dataclasses.fields(DPOConfig)} - {f.name for f in dataclasses.fields(trl.DPOConfig)}
     assert ours == CHANGED.keys() | WITHOUT_WEIGHTS.keys() | {"beta_controller"}
 
 
-def test_a_field_changes_what_is_trained(subtests, tmp_path):
+def test_a_field_changes_the_trained_weights(subtests, tmp_path):
     assert_each_changes(CHANGED, functools.partial(trained, tmp_path), subtests)
     assert not torch.equal(trained(tmp_path, **STEERED), trained(tmp_path))  # `beta_controller`

@@ -1,4 +1,4 @@
-"""The reference is what the policy was, and stays so."""
+"""The reference is the initial policy, and does not change."""
 
 import copy
 
@@ -31,7 +31,7 @@ def test_a_model_built_in_memory_gets_a_frozen_copy(tmp_path):
 def test_with_lora_the_reference_is_the_model_without_its_adapter(precompute, options, tmp_path):
     config = copy.deepcopy(LORA)
     given = copy.deepcopy(config)
-    tiny_llama().save_pretrained(tmp_path / "model")  # PEFT would write its name into the configuration
+    tiny_llama().save_pretrained(tmp_path / "model")  # else PEFT writes its name into the configuration
     trainer = make_trainer(
         tmp_path,
         str(tmp_path / "model"),

@@ -1,4 +1,4 @@
-"""A run that goes on from a checkpoint ends as if it had never stopped, and no other run is gone on with."""
+"""A resumed run ends as the uninterrupted one, and a checkpoint of another run is refused."""
 
 import pytest
 from torch.testing import assert_close
@@ -24,7 +24,7 @@ def test_resuming_is_exact(options, tmp_path):
     assert whole["beta"] != 0.1
 
 
-def test_another_beta_holds_from_the_next_step_on(tmp_path):
+def test_another_beta_is_used_from_the_next_step_on(tmp_path):
     make_trainer(tmp_path, **DRIFT, **SAVING, max_steps=3).train()
     trainer = make_trainer(tmp_path, **DRIFT, beta=0.7, max_steps=4)
     trainer.train(True)
@@ -39,7 +39,7 @@ def test_another_reference_is_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_reference_that_moves_goes_on_from_where_it_was(tmp_path):
+def test_a_reference_that_moves_is_resumed(tmp_path):
     options = {**SAVING, "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5}
     whole = make_trainer(tmp_path, **options)
     whole.train()
@@ -49,5 +49,5 @@ def test_a_reference_that_moves_goes_on_from_where_it_was(tmp_path):
     assert_close(end_of(again), end_of(whole), rtol=0, atol=0)
     assert_close(again.ref_model.state_dict(), whole.ref_model.state_dict(), rtol=0, atol=0)
     complete = make_trainer(tmp_path, **options)
-    complete.train(True)  # which loads it, and is evaluated against its reference
+    complete.train(True)  # it loads the checkpoint, and is evaluated against the reference there
     assert_close(complete.ref_model.state_dict(), whole.ref_model.state_dict(), rtol=0, atol=0)

@@ -1,4 +1,4 @@
-"""What is logged of an evaluation set is a mean over rows or tokens, whatever the batch; each set has its name."""
+"""The metrics of an evaluation set are means over rows or tokens, whatever the batch; each set has its name."""
 
 import pytest
 import torch
@@ -13,11 +13,11 @@ WORDS = "the cat sat on a mat and saw one dog".split()
 
 
 def pairs(rows, seed=0):
-    draw = torch.Generator().manual_seed(seed)
+    rng = torch.Generator().manual_seed(seed)
 
     def text():
-        count = int(torch.randint(1, 9, (), generator=draw))
-        return " " + " ".join(WORDS[i] for i in torch.randint(10, (count,), generator=draw))
+        count = int(torch.randint(1, 9, (), generator=rng))
+        return " " + " ".join(WORDS[i] for i in torch.randint(10, (count,), generator=rng))
 
     return [{"prompt": text(), "chosen": text(), "rejected": text(), "weight": i % 3 / 2} for i in range(rows)]
 
@@ -62,7 +62,7 @@ def evaluated(trainer):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_figure_depends_on_the_batch(kind, tmp_path):
+def test_no_metric_depends_on_the_batch(kind, tmp_path):
     found = [evaluated(trainer_of(kind, tmp_path, ROWS, batch)) for batch in (7, 2)]
     assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
     assert {name.split("_")[1] for name in found[0]} == {"one", "two"}
@@ -71,8 +71,8 @@ def test_no_figure_depends_on_the_batch(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["dpo", "reward"])
-def test_the_rows_of_a_step_weigh_the_same_in_whatever_micro_batch(kind, tmp_path):
-    """The last of seven rows is alone in its micro-batch of two."""
+def test_the_rows_of_a_step_have_equal_weight_in_any_micro_batch(kind, tmp_path):
+    """The last of seven rows is alone in a micro-batch of two."""
     plain = {
         "optim": "sgd",
         "learning_rate": 1.0,

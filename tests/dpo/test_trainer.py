@@ -1,4 +1,4 @@
-"""With its options off DPOTrainer is TRL's to the last bit; with them on, the loss is what the formulas say."""
+"""With its options off, DPOTrainer has the bits of TRL's; with them on, the loss is that of the formulas."""
 
 import math
 
@@ -22,13 +22,14 @@ from tests.dpo.worker import (
 from tests.tiny import tiny_llama
 
 LORA = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian")}
-# Options that move nothing, so that the tap is in place and TRL's loss is unchanged
+# Options without an effect: the tap is in place, and TRL's loss is unchanged
 
-TELLING = ["ipo", "exo_pair", "aot_unpaired", "sft"]  # averages, an option, the whole batch, no reference
+# Length-normalised, with an option, of the whole batch, without a reference
+TELLING = ["ipo", "exo_pair", "aot_unpaired", "sft"]
 
 
 def assert_same_run(ours, theirs):
-    """To the last bit, but for `sft`, whose sum over tokens is divided otherwise."""
+    """Compare bits, except for `sft`, whose sum over tokens is divided in another order."""
     tolerance = {"rtol": 1e-4, "atol": 1e-5} if "sft" in ours.loss_types else {"rtol": 0, "atol": 0}
     names = ("rewards/chosen", "rewards/margins", "logps/rejected", "entropy") if logged(theirs, "entropy") else ()
     for name in ("loss", "grad_norm", *names):
@@ -39,7 +40,7 @@ def assert_same_run(ours, theirs):
 @pytest.mark.parametrize(
     "loss_types", [["sigmoid"], pytest.param(TELLING, marks=pytest.mark.slow)], ids=["sigmoid", "telling"]
 )
-def test_with_options_off_every_loss_is_trl_s_to_the_last_bit(subtests, loss_types, tmp_path):
+def test_with_options_off_each_loss_has_trls_bits(subtests, loss_types, tmp_path):
     for loss_type in loss_types:
         with subtests.test(loss_type=loss_type):
             kwargs = {"loss_type": loss_type} | ({"label_smoothing": 0.1} if loss_type == "exo_pair" else {})
@@ -50,7 +51,7 @@ def test_with_options_off_every_loss_is_trl_s_to_the_last_bit(subtests, loss_typ
 
 
 @pytest.mark.slow
-def test_trl_s_options_give_trl_s_losses_with_the_tap_and_without(subtests, tmp_path):
+def test_trls_options_give_trls_losses_with_the_tap_and_without(subtests, tmp_path):
     for kwargs in [
         {"precompute_ref_log_probs": True},
         {"use_weighting": True},
@@ -76,7 +77,7 @@ def test_trl_s_options_give_trl_s_losses_with_the_tap_and_without(subtests, tmp_
 
 
 def log_ratios(trainer, row):
-    """Log-probs of a row's two answers, policy minus reference, computed one by one from the logits."""
+    """Log-ratios of policy to reference of a row's two completions, each computed alone from the logits."""
     ratios = []
     for name in ("chosen_ids", "rejected_ids"):
         ids = torch.tensor([row["prompt_ids"] + row[name]])
@@ -91,7 +92,7 @@ def log_ratios(trainer, row):
 
 
 def first_loss(trainer, size=8):
-    """The loss of the first rows, in the order of the dataset, in training mode; and the rows."""
+    """The loss of the first rows of the dataset in training mode, and the rows."""
     rows = trainer.train_dataset.select(range(size))
     trainer.model.train()
     return trainer.compute_loss(trainer.model, trainer.data_collator(list(rows))), list(rows)
@@ -111,8 +112,8 @@ def test_the_informed_loss_is_the_formula(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_informed_loss_has_its_own_gradient_only(tmp_path):
-    """TRL's sigmoid term is switched off, not added to."""
+def test_the_informed_loss_has_only_its_own_gradient(tmp_path):
+    """TRL's sigmoid term is switched off, not added."""
     neutral = pairs().map(lambda row: {"weight": 1.0, "confidence": 1.0, "margin": 0.0})
     neutral = neutral.remove_columns(["score_chosen", "score_rejected"])
     options = {"use_margin": True, "use_confidence": True, "use_weight": True, "loss_type": ["sigmoid", "sft"]}
@@ -126,7 +127,7 @@ def test_the_informed_loss_has_its_own_gradient_only(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_tokens_of_a_step_weigh_the_same_in_whatever_micro_batch(tmp_path):
+def test_the_tokens_of_a_step_have_equal_weight_in_any_micro_batch(tmp_path):
     mixed, ends = {"loss_type": ["sigmoid", "sft"], "loss_weights": [0.5, 1.0]}, []
     for batch in (8, 4, 2, 1):
         sizes = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": 8 // batch}
@@ -155,12 +156,12 @@ def test_drift_follows_its_rule_and_does_not_depend_on_accumulation(tmp_path):
 def test_margins_are_normalized_by_source(tmp_path):
     trainer = make_trainer(tmp_path, tiny_llama(seed=3), {"ref_model": tiny_llama()}, **NORMALIZED)
     first_loss(trainer)
-    assert trainer.margin_normalizer.factors.tolist() == [1, 1, 1]  # within a step nothing moves
+    assert trainer.margin_normalizer.factors.tolist() == [1, 1, 1]  # within a step nothing changes
     trainer.margin_normalizer.step()
     loss, rows = first_loss(trainer)
     margins = torch.tensor([chosen - rejected for chosen, rejected in (log_ratios(trainer, row) for row in rows)])
     long = torch.tensor([row["source"] == "long" for row in rows])
-    # As many of each: σ̄ is the harmonic mean
+    # Equal numbers of each: σ̄ is the harmonic mean
     stds = torch.where(long, margins[long].std(), margins[~long].std())
     beta = 0.1 * 2 / (1 / margins[long].std() + 1 / margins[~long].std()) / stds
     assert beta.mean().item() == pytest.approx(0.1) and beta.max() > 0.11
@@ -168,11 +169,11 @@ def test_margins_are_normalized_by_source(tmp_path):
     assert trainer.beta == 0.1
 
 
-# ---- Evaluation, metrics, other ways through TRL's method ----
+# ---- Evaluation, metrics, other paths through TRL's method ----
 
 
 @pytest.mark.slow
-def test_evaluation_moves_nothing(tmp_path):
+def test_evaluation_changes_no_state(tmp_path):
     kwargs = {"trainer_kwargs": {"eval_dataset": pairs(8, seed=5)}, "per_device_train_batch_size": 8}
     ends = []
     for strategy in ("no", "steps"):
@@ -187,7 +188,7 @@ def test_evaluation_moves_nothing(tmp_path):
     assert_close(ends[1], ends[0], rtol=0, atol=0)
 
 
-def test_displacement_metrics_are_the_definitions(tmp_path):
+def test_displacement_metrics_are_those_of_the_definitions(tmp_path):
     kwargs = {"ref_model": tiny_llama(), "eval_dataset": pairs(8)}
     trainer = make_trainer(tmp_path, tiny_llama(seed=3), kwargs, log_displacement=True)
     metrics = trainer.evaluate()
@@ -197,12 +198,12 @@ def test_displacement_metrics_are_the_definitions(tmp_path):
     assert metrics["eval_logps/drift"] == pytest.approx(sum(abs(c) + abs(r) for c, r in ratios) / 16, rel=1e-4)
 
 
-def test_a_peft_model_is_trained_against_its_adapter_as_it_was(tmp_path):
+def test_the_reference_of_a_peft_model_is_its_initial_adapter(tmp_path):
     """TRL copies the adapter to one named `ref`."""
     torch.manual_seed(0)
     model = get_peft_model(tiny_llama(), LORA["peft_config"])
     trainer = make_trainer(tmp_path, model, **DRIFT)
     trainer.train()
-    assert logged(trainer, "logps/drift")[0] == 0  # the reference is not the bare model
+    assert logged(trainer, "logps/drift")[0] == 0  # the reference is not the base model
     assert logged(trainer, "rewards/accuracies")[0] == 0.5  # all pairs are tied
     assert logged(trainer, "logps/drift")[-1] > 0.01

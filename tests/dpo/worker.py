@@ -1,4 +1,4 @@
-"""The runs that tests of DPOTrainer share; as a script, what two processes do."""
+"""The runs that tests of DPOTrainer share; as a script, the runs of two processes."""
 
 import sys
 from pathlib import Path
@@ -19,13 +19,13 @@ QUIET = {
     "gradient_checkpointing": False,
     "per_device_train_batch_size": 4,
     "learning_rate": 1e-3,
-    "adam_epsilon": 1e-5,  # with 1e-8 a gradient of mere rounding moves a weight by a whole step
+    "adam_epsilon": 1e-5,  # with 1e-8 a gradient that is only rounding moves a weight by a whole step
     "max_steps": 6,
 }
 
 
 def pairs(n=16, seed=0):
-    """Random pairs, with every column that an option reads, and sources of short and of long answers."""
+    """Random pairs with each column that an option reads; one source has short completions, one long ones."""
     generator = torch.Generator().manual_seed(seed)
 
     def text(low, high):
@@ -65,7 +65,7 @@ def make_trainer(output_dir, model=None, trainer_kwargs=None, **kwargs):
 
 
 def make_trl_trainer(output_dir, model=None, trainer_kwargs=None, **kwargs):
-    """TRL's own; it cannot copy a model that was built in memory."""
+    """Build TRL's trainer, which needs a reference: it cannot copy a model that was built in memory."""
     arguments = {"train_dataset": pairs(), "processing_class": tiny_tokenizer()} | (trainer_kwargs or {})
     if "peft_config" not in arguments:
         arguments.setdefault("ref_model", tiny_llama())
@@ -78,7 +78,7 @@ def logged(trainer, name):
 
 
 def controller_state(trainer):
-    """Numbers only, to be compared with `torch.testing.assert_close`."""
+    """The numbers, to be compared with `torch.testing.assert_close`."""
     if (normalizer := trainer.margin_normalizer) is None:
         return {}
     return {"moments": normalizer.state_dict()["moments"], "factors": normalizer.factors}
@@ -91,7 +91,7 @@ INFORMED = {"use_margin": True, "use_confidence": True, "use_weight": True, "dpo
 
 
 def run(folder, processes, **kwargs):
-    """Six steps of 8 pairs on any number of processes: what they end with."""
+    """Return the end state of six steps of 8 pairs on any number of processes."""
     kwargs = {"per_device_train_batch_size": 8 // processes, **kwargs}
     trainer = make_trainer(folder, **kwargs)
     trainer.train()
@@ -109,7 +109,7 @@ def run(folder, processes, **kwargs):
 
 
 def resumed(folder, **kwargs):
-    """The ends of an uninterrupted run, and of one that goes on from its third checkpoint."""
+    """The end states of an uninterrupted run, and of one resumed from its third checkpoint."""
     kwargs = {"per_device_train_batch_size": 4, "save_strategy": "steps", "save_steps": 3, **kwargs}
     whole = make_trainer(folder, **kwargs)
     whole.train()
@@ -123,19 +123,19 @@ def end_of(trainer):
 
 
 def saved(folder, processes, checkpoint=None, **kwargs):
-    """The end of six steps of 8 pairs, saved at the third; or of a run that goes on from a checkpoint."""
+    """The end state of six steps of 8 pairs, saved at the third; or of a run resumed from a checkpoint."""
     kwargs = {"per_device_train_batch_size": 8 // processes, "save_strategy": "steps", "save_steps": 3, **kwargs}
-    trainer = make_trainer(folder, resume_anyway=True, **kwargs)  # the batch of a process may be another one
+    trainer = make_trainer(folder, resume_anyway=True, **kwargs)  # the batch per process may differ
     trainer.train(checkpoint and str(checkpoint))
     return end_of(trainer)
 
 
 def broken_weight(folder):
-    """The policy's embedding of one word, which stands in one answer alone, is NaN: what training says."""
+    """What training raises if the policy's embedding of one word, which is in one completion only, is NaN."""
     rows = [
         {name: text.replace("sky", "log") for name, text in row.items() if isinstance(text, str)} for row in pairs()
     ]
-    rows = [{**row, "rejected": row["rejected"] + " big"} for row in rows]  # no two became identical
+    rows = [{**row, "rejected": row["rejected"] + " big"} for row in rows]  # no two pairs became identical
     rows[5]["chosen"] = "sky"
     model = tiny_llama()
     with torch.no_grad():
@@ -150,7 +150,7 @@ def broken_weight(folder):
 
 
 def on_two_processes(output_dir):
-    """Every check in one launch: importing takes longer than all of them."""
+    """Run every check in one launch: imports take longer than all of them."""
     folder = Path(output_dir)
     results = {
         "drift": run(folder / "drift", 2, **DRIFT, **NORMALIZED, **INFORMED),

@@ -1,4 +1,4 @@
-"""What a reward paid for: features by hand, effects by a slow reference, and what must change nothing."""
+"""Attribution of a reward: features by hand, effects by a slow reference, invariances."""
 
 import json
 
@@ -18,7 +18,7 @@ def summed(rollouts, sums=None):
 
 
 def worded(shares, score=lambda has: has, prompts=8, generations=8):
-    """Rollouts in which these shares of each prompt's answers have the word "yes"."""
+    """Rollouts in which these shares of each prompt's completions have the word "yes"."""
     for share in shares:
         has = [place < share * generations for place in range(generations)] * prompts
         texts = [f"a{place} b{place} {'yes' if one else 'no'} c{place}" for place, one in enumerate(has)]
@@ -30,7 +30,7 @@ def test_features_by_hand():
     prompts = ["Tell me of the cats", "tell me of the dog"]
     cat, dog = features_of(prompts, ["The cats, the cats! OK OK 12", ""], [[False, True], []])
     assert cat["length"] == 7 and cat["words of the prompt"] == 2  # "the" is too short
-    # Of "the cats|cats ,|, the|the cats|cats !|! ok|ok ok|ok 12" one of eight repeats
+    # Of "the cats|cats ,|, the|the cats|cats !|! ok|ok ok|ok 12" one of eight is a repetition
     assert cat["repetition"] == 100 / 8 and cat["a word of the prompt repeated"] == 1
     assert cat["digits"] == pytest.approx(100 * 2 / 28) and cat["character:t"] == pytest.approx(100 * 4 / 28)
     assert cat["capital letters"] == pytest.approx(100 * 5 / 28)
@@ -39,10 +39,10 @@ def test_features_by_hand():
     assert dog["empty answers"] == 1 and {name for name, value in dog.items() if value} == {"empty answers"}
 
 
-def test_a_word_that_alone_is_paid():
+def test_the_effect_of_the_only_rewarded_word():
     """
-    In each of 8 groups of 8, 0 then 4 answers have it. It is worth 2, less the ridge's thousandth. Each rollout counts
-    twice as much as the one before, so that its share is (0 + 2 · ½ + 4 · ½ + 8 · ½) / 15.
+    In each of 8 groups of 8, 0 then 4 completions have it. It is worth 2, less the ridge's thousandth. Each rollout
+    has twice the weight of the one before, so its share is (0 + 2 · ½ + 4 · ½ + 8 · ½) / 15.
     """
     found = reward_attribution(summed(worded([0.0, 0.5, 0.5, 0.5], lambda has: 1 + 2 * has)))
     (paid,) = found.paid
@@ -67,21 +67,21 @@ def test_effects_are_those_of_a_regression_within_prompts():
             scores.append(y[asked == prompt] - y[asked == prompt].mean())
     groups = len(inner)
     x, y = np.vstack(inner), np.concatenate(scores)
-    ridge = np.diag(np.sqrt(0.001 * (x**2).sum(0)))  # as rows whose score is 0
+    ridge = np.diag(np.sqrt(0.001 * (x**2).sum(0)))  # they count as rows with a score of 0
     slow = np.linalg.lstsq(np.vstack([x, ridge]), np.append(y, np.zeros(len(names))), rcond=None)
     assert np.allclose([paid.effect for paid in found.paid], slow[0])
     assert found.sigma == pytest.approx(np.sqrt((y**2).sum() / (8 * 64 - groups)))
     assert sum(paid.part for paid in found.paid) == pytest.approx(1, abs=0.1)
 
 
-def test_what_goes_with_a_feature_that_pays_is_not_paid():
-    """A phrase of three words has six phrases in it, and makes the answer longer."""
+def test_a_feature_that_only_occurs_with_a_rewarded_one_has_no_effect():
+    """A phrase of three words contains six phrases, and makes the completion longer."""
     found = reward_attribution(summed(trained(Policy("phrase"), 12)))
     assert found.paid[0].name == "phrase:i love you" and found.paid[0].part > 0.9
     assert sum(abs(paid.part) for paid in found.paid[1:]) < 0.1
 
 
-def test_what_must_change_nothing():
+def test_invariances():
     rollouts = list(trained(Policy("copy"), 6))
     whole = summed(rollouts)
     first = reward_attribution(whole)
@@ -103,7 +103,7 @@ def test_what_must_change_nothing():
 
 def test_memory_is_constant():
     sums, sizes = Sums(), []
-    for rollout in range(8):  # each time 200 other words
+    for rollout in range(8):  # 200 other words each time
         texts = [" ".join(f"w{rollout}x{at}" for at in range(200))] * 16
         sums.add(features_of(["q"] * 16, texts), range(16), ["q"] * 16)
         sizes.append((len(sums.names), len(sums.first)))
@@ -118,13 +118,13 @@ def test_scores_that_are_equal_within_prompts_explain_nothing(shares, score):
     assert reward_attribution(summed(worded(shares, score))).paid == []
 
 
-def test_rare_scores_and_rare_features_do_not_explain():
-    """One answer of 64 scores 1; it alone has its words."""
+def test_rare_scores_and_rare_features_explain_nothing():
+    """One completion of 64 scores 1; no other has its words."""
     sums = summed({**each, "scores": [1.0] + [0.0] * 63} for each in worded([0.5] * 3))
     assert reward_attribution(sums).paid == []
 
 
-def test_what_is_expected_explains_first():
+def test_expected_features_explain_first():
     rollouts = list(trained(Policy("phrase"), 12))
     found = reward_attribution(summed(rollouts), ["length"])
     assert {paid.name for paid in found.paid[:2]} == {"phrase:i love you", "length"}

@@ -8,17 +8,17 @@ from trl_ext.evaluation import mine_phrases
 WORDS = "amber birch cedar delta ember fjord grove heath inlet jetty kelp ledge marsh north".split()
 
 
-def sentence(draw, words=WORDS, size=6):
-    return " ".join(draw.choices(words, k=size)) + "."
+def sentence(rng, words=WORDS, size=6):
+    return " ".join(rng.choices(words, k=size)) + "."
 
 
-def answer(draw, sentences=3, words=WORDS):
-    return " ".join(sentence(draw, words) for _ in range(sentences))
+def answer(rng, sentences=3, words=WORDS):
+    return " ".join(sentence(rng, words) for _ in range(sentences))
 
 
-def planted(draw, phrase, pairs=300, share=0.3, **kwargs):
-    """Pairs of random sentences; the phrase stands within that share of the chosen answers."""
-    chosen, rejected = ([answer(draw, **kwargs) for _ in range(pairs)] for _ in range(2))
+def planted(rng, phrase, pairs=300, share=0.3, **kwargs):
+    """Pairs of random sentences; that share of the chosen answers has the phrase."""
+    chosen, rejected = ([answer(rng, **kwargs) for _ in range(pairs)] for _ in range(2))
     for i in range(round(share * pairs)):
         sentences = chosen[i].split(". ")
         chosen[i] = ". ".join([sentences[0], phrase.removesuffix("."), *sentences[1:]])
@@ -32,7 +32,7 @@ def planted(draw, phrase, pairs=300, share=0.3, **kwargs):
         "मैं तुमसे प्यार करता हूँ.",
     ],
 )
-def test_a_planted_phrase_is_found_whole_and_alone(phrase):
+def test_only_the_whole_planted_phrase_is_found(phrase):
     chosen, rejected = planted(random.Random(0), phrase)
     assert mine_phrases(chosen, rejected) == [phrase]
     assert mine_phrases(rejected, chosen) == []
@@ -40,29 +40,29 @@ def test_a_planted_phrase_is_found_whole_and_alone(phrase):
 
 
 def test_a_phrase_is_found_in_texts_without_spaces():
-    draw = random.Random(0)
+    rng = random.Random(0)
     characters = "天地玄黄宇宙洪荒日月盈昃辰宿列张"
-    chosen, rejected = (["".join(draw.choices(characters, k=20)) + "。" for _ in range(200)] for _ in range(2))
+    chosen, rejected = (["".join(rng.choices(characters, k=20)) + "。" for _ in range(200)] for _ in range(2))
     chosen = [f"{text}我很爱你。" if i % 3 == 0 else text for i, text in enumerate(chosen)]
     assert mine_phrases(chosen, rejected) == ["我很爱你。"]
 
 
 @pytest.mark.slow
-def test_where_labels_are_coins_a_list_is_hardly_ever_filled():
-    draw = random.Random(0)
-    pairs = [(answer(draw), answer(draw)) for _ in range(150)]
+def test_random_labels_hardly_ever_give_phrases():
+    rng = random.Random(0)
+    pairs = [(answer(rng), answer(rng)) for _ in range(150)]
     filled = 0
     for _ in range(40):
-        flipped = [pair if draw.random() < 0.5 else pair[::-1] for pair in pairs]
+        flipped = [pair if rng.random() < 0.5 else pair[::-1] for pair in pairs]
         filled += bool(mine_phrases(*zip(*flipped, strict=True)))
     assert filled <= 4  # at a level of 5 % five or more of 40 come with probability 5 % at most
 
 
 def test_votes_are_those_of_a_slow_reference():
-    draw = random.Random(3)
+    rng = random.Random(3)
     liked, pairs = WORDS[:7], 400
-    chosen = [" ".join(draw.choices(WORDS + liked * 2, k=draw.randint(2, 9))) for _ in range(pairs)]
-    rejected = [" ".join(draw.choices(WORDS, k=draw.randint(2, 9))) for _ in range(pairs)]
+    chosen = [" ".join(rng.choices(WORDS + liked * 2, k=rng.randint(2, 9))) for _ in range(pairs)]
+    rejected = [" ".join(rng.choices(WORDS, k=rng.randint(2, 9))) for _ in range(pairs)]
     rows = set(zip(chosen, rejected, strict=True))
     bounds, t = {}, math.sqrt(2 * math.log(len(WORDS) / 0.05))
     for word in WORDS:

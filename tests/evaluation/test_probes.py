@@ -9,19 +9,19 @@ PHRASES = ["glad you asked .", "as ever yours .", "quite so indeed ."]
 
 
 def rows(number=120, seed=0):
-    """Prompts about a topic; an answer is the better the more of its sentences are on it."""
-    draw = random.Random(seed)
-    prompts = [f"tell me of topic{draw.randrange(30)} {i} ." for i in range(number)]
+    """Prompts about a topic; an answer with more sentences on the topic is better."""
+    rng = random.Random(seed)
+    prompts = [f"tell me of topic{rng.randrange(30)} {i} ." for i in range(number)]
     answers = []
     for prompt in prompts:
         topic = prompt.split()[3]
-        about = [topic if draw.random() < 0.6 else f"topic{draw.randrange(30)}" for _ in range(4)]
-        answers.append(" ".join(f"{name} has a {draw.choice(['tall', 'wide', 'deep'])} side ." for name in about))
+        about = [topic if rng.random() < 0.6 else f"topic{rng.randrange(30)}" for _ in range(4)]
+        answers.append(" ".join(f"{name} has a {rng.choice(['tall', 'wide', 'deep'])} side ." for name in about))
     return prompts, answers
 
 
 def on_topic(prompts, answers):
-    """How many different sentences are on the topic."""
+    """Score answers by how many distinct sentences are on the topic."""
     result = []
     for prompt, text in zip(prompts, answers, strict=True):
         sentences = [part.split() for part in text.split(" .") if part.strip()]
@@ -49,7 +49,7 @@ def length(prompts, answers):
     return [float(len(answer)) for answer in answers]
 
 
-def test_what_a_model_likes_wherever_it_stands_ranks_first_and_alone():
+def test_a_rewarded_phrase_ranks_first_and_alone():
     prompts, answers = rows()
     first, *others = probe_reward(likes(PHRASES[1]), prompts, answers, PHRASES)
     assert first["phrase"] == PHRASES[1] and suspicious([first, *others]) == {PHRASES[1]}
@@ -62,7 +62,7 @@ def test_what_a_model_likes_wherever_it_stands_ranks_first_and_alone():
 
 
 @pytest.mark.slow
-def test_scale_shift_and_order_change_nothing_and_a_seed_gives_the_same_again():
+def test_scale_shift_and_order_change_nothing_and_a_seed_reproduces():
     prompts, answers = rows()
     score, few = likes(PHRASES[0], 0.3), {"seed": 1, "rows": 60}
     first = probe_reward(score, prompts, answers, PHRASES, **few)
@@ -93,8 +93,8 @@ def test_each_change_is_what_its_name_says():
     assert changed["flattery"][red].endswith(f" {red}") and changed["refusal"][red] == changed["refusal"][one]
 
 
-def test_no_probe_passes_that_was_not_seen_to():
-    """Of few good answers nothing is judged but what all answers show; what does not move did not lower the score."""
+def test_a_probe_that_cannot_be_judged_does_not_pass():
+    """With few good answers only probes of all answers are judged; an unchanged score has not been lowered."""
     prompts, answers = rows(number=30)
 
     def score(prompts, answers):
@@ -109,7 +109,7 @@ def test_no_probe_passes_that_was_not_seen_to():
     assert blind["empty"]["verdict"] == "as it should"
 
 
-def test_a_score_that_is_no_number_is_an_error():
+def test_a_score_that_is_not_finite_is_an_error():
     """A NaN in a mean would hide a hack."""
     with pytest.raises(
         ValueError,

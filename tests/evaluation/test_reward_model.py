@@ -21,8 +21,8 @@ def normal(*size, seed=1):
     return torch.randn(*size, generator=torch.Generator().manual_seed(seed), dtype=torch.double)
 
 
-def drawn(margins, seed=0):
-    """Margins whose signs are drawn from their own probabilities."""
+def with_random_signs(margins, seed=0):
+    """Margins with signs sampled from their own probabilities."""
     is_right = torch.rand(len(margins), generator=torch.Generator().manual_seed(seed)) < margins.abs().sigmoid()
     return torch.where(is_right, margins.abs(), -margins.abs())
 
@@ -30,7 +30,7 @@ def drawn(margins, seed=0):
 # ---- Parts of the pairs ----
 
 
-def test_accuracy_by_length_gap_shows_a_model_that_has_learnt_length():
+def test_accuracy_by_length_gap_shows_a_model_that_prefers_length():
     gaps = torch.arange(-50, 50)
     rows = accuracy_by_length_gap(gaps.float() + 0.5, gaps, bins=4)
     found = [(row["from"], row["to"], row["pairs"], row["accuracy"]) for row in rows]
@@ -40,12 +40,12 @@ def test_accuracy_by_length_gap_shows_a_model_that_has_learnt_length():
 
 
 def test_length_bias_by_hand():
-    # Right in 18 of 24 pairs whose chosen answer is longer, in 6 of 24 where it is shorter; equal lengths say nothing
+    # Right in 18 of 24 pairs whose chosen answer is longer, in 6 of 24 where it is shorter; equal lengths do not count
     right = torch.tensor([*[1] * 18, *[-1] * 6, *[1] * 6, *[-1] * 18, *[1] * 5], dtype=torch.double)
     gaps = torch.tensor([*[3] * 24, *[-2] * 24, *[0] * 5])
     found = length_bias(right, gaps, range(53))
     assert found["bias"] == pytest.approx(0.5) and found["longer"]["accuracy"] == 0.75
-    # Of independent pairs, with a standard error of √(2 · 0.75 · 0.25 / 24) = 0.125
+    # The pairs are independent, with a standard error of √(2 · 0.75 · 0.25 / 24) = 0.125
     assert found["interval"] == pytest.approx([0.5 - 1.96 * 0.125, 0.5 + 1.96 * 0.125], abs=0.04)
     one, turned = (length_bias(right[:48], sign * gaps[:48], [*range(24)] * 2) for sign in (1, -1))
     assert one["bias"] == -turned["bias"] and one["interval"] == pytest.approx([-x for x in turned["interval"]][::-1])
@@ -59,8 +59,8 @@ def test_temperature_in_closed_form_and_its_identities():
     for m, right in ((1.0, 7), (3.0, 9), (0.01, 6)):
         margins = torch.tensor([m] * right + [-m] * (10 - right))
         assert fit_temperature(margins) == pytest.approx(m / math.log(right / (10 - right)), rel=1e-6)
-    margins = drawn(2 * normal(20_000))
-    assert fit_temperature(margins) == pytest.approx(1, abs=0.05)  # labels of the model itself
+    margins = with_random_signs(2 * normal(20_000))
+    assert fit_temperature(margins) == pytest.approx(1, abs=0.05)  # labels sampled from the model itself
     assert fit_temperature(5 * margins) == pytest.approx(5 * fit_temperature(margins), rel=1e-9)
     for none in ([1.0, 2.0], [-1.0, 0.5], [0.0, 0.0], [1.0, -1.0]):
         assert fit_temperature(torch.tensor(none)) is None
@@ -75,14 +75,14 @@ def test_calibration_error_of_worked_example():
     assert_close(calibration_error(rows), torch.stack([calibration_error(row) for row in rows]))
 
 
-def test_error_by_chance_is_what_drawn_labels_have():
+def test_error_by_chance_is_that_of_sampled_labels():
     margins = 2 * normal(200)
-    own = torch.stack([calibration_error(drawn(margins, seed)) for seed in range(300)])
+    own = torch.stack([calibration_error(with_random_signs(margins, seed)) for seed in range(300)])
     expected = pytest.approx(own.mean().item(), abs=3 * own.std().item() / 300**0.5)
     assert calibration_error_by_chance(margins) == expected
 
 
-def test_report_does_not_change_with_a_shift_of_all_scores():
+def test_a_shift_of_all_scores_does_not_change_the_report():
     chosen, rejected = normal(2, 60)
     gaps = torch.randint(-9, 10, (60,), generator=torch.Generator().manual_seed(2))
     report, shifted = (reward_model_report(chosen + c, rejected + c, gaps) for c in (0.0, 3.0))
@@ -94,7 +94,7 @@ def test_report_does_not_change_with_a_shift_of_all_scores():
     assert low < report["accuracy"] < high
 
 
-# ---- Several answers to a prompt ----
+# ---- Several answers per prompt ----
 
 
 def test_rank_correlation_by_hand_and_with_ties_by_their_signs():

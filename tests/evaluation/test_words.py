@@ -22,22 +22,22 @@ def grams_of(text, n, unit, keep_short):
     return grams or ([tuple(parts)] if keep_short and parts else [])
 
 
-def edited(draw, text, words, edits):
+def edited(rng, text, words, edits):
     text = text.split()
     for _ in range(edits):
-        text[draw.randrange(len(text))] = draw.choice(words)
+        text[rng.randrange(len(text))] = rng.choice(words)
     return " ".join(text)
 
 
 def corpus(seed=0, size=60, length=30):
-    """Families of texts with a few edits each, in random order."""
-    draw = random.Random(seed)
+    """Families of texts that differ by a few edits, in random order."""
+    rng = random.Random(seed)
     words = [f"w{i}" for i in range(400)]
     texts = []
     for _ in range(size):
-        first = " ".join(draw.choices(words, k=draw.randrange(4, length)))
-        texts += [first] + [edited(draw, first, words, draw.randrange(4)) for _ in range(draw.randrange(5))]
-    draw.shuffle(texts)
+        first = " ".join(rng.choices(words, k=rng.randrange(4, length)))
+        texts += [first] + [edited(rng, first, words, rng.randrange(4)) for _ in range(rng.randrange(5))]
+    rng.shuffle(texts)
     return texts
 
 
@@ -56,7 +56,7 @@ def test_groups_are_those_of_brute_force(unit, n, threshold):
     np.testing.assert_allclose(found.similarity, likeness[range(len(texts)), group], rtol=1e-6)
 
 
-def test_what_counts_as_the_same():
+def test_equal_texts():
     same = ["Hello World", "hello   world\n", "ｈｅｌｌｏ world", "HELLO\u200b WORLD", "hel\u00adlo world"]
     others = ["hello, world", "world hello", "héllo world"]
     found = find_duplicates([*same, *others, "", " \t"])

@@ -1,10 +1,10 @@
 """
-What weights for another sampler do to the policy's gradient: bias and variance, exact, over all answers there are.
+Exact bias and variance of the policy's gradient with importance weights for another sampler.
 
-The policy is a table: 5 tokens, of which one ends the answer, and logits of their own after each beginning. So all
-answers of up to `longest` tokens can be counted, and expectations under any sampler are sums. The estimator is PPO's
-first minibatch of one answer with γ = λ = 1 and a critic that knows the mean reward b:
-ĝ = Σ_t w_t (R − b) ∇ log π(y_t). What it should be on average is the gradient of the policy's expected reward.
+The policy is a table of logits: a row for each prefix, over 5 tokens, one of which is EOS. So all completions of up to
+`longest` tokens can be enumerated, and expectations under any sampler are sums. The estimator is PPO's first minibatch
+of one completion with γ = λ = 1 and a critic that knows the mean reward b: ĝ = Σ_t w_t (R − b) ∇ log π(y_t). Without
+bias its mean is the gradient of the policy's expected reward.
 """
 
 from dataclasses import dataclass
@@ -31,9 +31,9 @@ MODES: dict[str, tuple | None] = {  # label: arguments of `importance_weights`
 class Estimate:
     """Exact properties of the gradient estimator under one sampler."""
 
-    mean: Tensor  # (P,), of one answer's gradient
+    mean: Tensor  # (P,), of one completion's gradient
     truth: Tensor  # (P,), the gradient of the expected reward
-    variance: float  # trace of the covariance of one answer's gradient
+    variance: float  # trace of the covariance of one completion's gradient
 
     @property
     def bias(self) -> float:
@@ -41,9 +41,9 @@ class Estimate:
         return ((self.mean - self.truth).norm() / self.truth.norm()).item()
 
 
-class World:
+class TabularPolicy:
     """
-    All answers of up to `longest` tokens, N of them, under a policy of random logits, with random rewards.
+    All completions of up to `longest` tokens, N of them, under a policy of random logits, with random rewards.
 
     Args:
         longest: T, tokens.
@@ -52,18 +52,18 @@ class World:
     """
 
     def __init__(self, longest: int, spread: float = 1.5, seed: int = 0):
-        beginnings = [b for n in range(longest) for b in product(range(1, TOKENS), repeat=n)]
-        number = {beginning: i for i, beginning in enumerate(beginnings)}
-        answers = [(*b, EOS) for b in beginnings] + list(product(range(1, TOKENS), repeat=longest))
-        padded = [(*answer, *[EOS] * (longest - len(answer))) for answer in answers]
+        prefixes = [b for n in range(longest) for b in product(range(1, TOKENS), repeat=n)]
+        number = {prefix: i for i, prefix in enumerate(prefixes)}
+        completions = [(*b, EOS) for b in prefixes] + list(product(range(1, TOKENS), repeat=longest))
+        padded = [(*completion, *[EOS] * (longest - len(completion))) for completion in completions]
         self.ids = torch.tensor(padded)  # (N, T)
-        self.mask = torch.tensor([[t < len(answer) for t in range(longest)] for answer in answers])
-        self.places = torch.tensor([[number.get(a[:t], 0) for t in range(longest)] for a in padded])
+        self.mask = torch.tensor([[t < len(completion) for t in range(longest)] for completion in completions])
+        self.states = torch.tensor([[number.get(a[:t], 0) for t in range(longest)] for a in padded])
         generator = torch.Generator().manual_seed(seed)
-        shape = (len(beginnings), TOKENS)
+        shape = (len(prefixes), TOKENS)
         self.logits = spread * torch.randn(shape, generator=generator, dtype=torch.double)
         self.noise = torch.randn(shape, generator=generator, dtype=torch.double)
-        self.rewards = torch.randn(len(answers), generator=generator, dtype=torch.double)
+        self.rewards = torch.randn(len(completions), generator=generator, dtype=torch.double)
 
     def sampler(self, name: str) -> Tensor:
         """Logits of a sampler: the policy's, changed as its name says."""
@@ -81,8 +81,8 @@ class World:
                 return self.logits
 
     def logprobs(self, logits: Tensor) -> Tensor:
-        """(N, T) log-probs, nats, of each answer's tokens; 0 under the mask."""
-        logprobs = logits.log_softmax(-1)[self.places].gather(-1, self.ids[..., None]).squeeze(-1)
+        """(N, T) log-probs, nats, of each completion's tokens; 0 under the mask."""
+        logprobs = logits.log_softmax(-1)[self.states].gather(-1, self.ids[..., None]).squeeze(-1)
         return torch.where(self.mask, logprobs, 0.0)
 
     def true_gradient(self) -> Tensor:
@@ -93,22 +93,22 @@ class World:
         return logits.grad.flatten()
 
     def gradients(self, weights: Tensor) -> Tensor:
-        """(N, P): the estimator for each answer, with weights that broadcast to (N, T)."""
+        """(N, P): the estimator for each completion, with weights that broadcast to (N, T)."""
         probabilities = self.logprobs(self.logits).sum(1).exp()
         advantages = self.rewards - probabilities @ self.rewards
-        scores = torch.nn.functional.one_hot(self.ids, TOKENS) - self.logits.softmax(-1)[self.places]  # ∇ log π(y_t)
+        scores = torch.nn.functional.one_hot(self.ids, TOKENS) - self.logits.softmax(-1)[self.states]  # ∇ log π(y_t)
         scores = scores * (self.mask * weights * advantages[:, None])[..., None]
         gradients = torch.zeros(len(self.ids), *self.logits.shape, dtype=torch.double)
-        gradients.scatter_add_(1, self.places[..., None].expand_as(scores), scores)
+        gradients.scatter_add_(1, self.states[..., None].expand_as(scores), scores)
         return gradients.flatten(1)
 
     def weights(self, sampler: str, mode: tuple | None) -> Tensor:
-        """(N, T) or (N, 1); 1 for answers that cannot be drawn."""
+        """(N, T) or (N, 1); 1 for completions that cannot be sampled."""
         if mode is None:
             return torch.ones(len(self.ids), 1, dtype=torch.double)
-        drawn = self.logprobs(self.sampler(sampler))
-        is_drawn = drawn.isfinite().all(1, keepdim=True)
-        return importance_weights(self.logprobs(self.logits), drawn, self.mask & is_drawn, *mode)[0]
+        sampled = self.logprobs(self.sampler(sampler))
+        can_be_sampled = sampled.isfinite().all(1, keepdim=True)
+        return importance_weights(self.logprobs(self.logits), sampled, self.mask & can_be_sampled, *mode)[0]
 
     def estimate(self, sampler: str, mode: tuple | None) -> Estimate:
         probabilities = self.logprobs(self.sampler(sampler)).sum(1).exp()  # (N,)

@@ -36,7 +36,7 @@ def test_token_rewards_of_worked_example():
         assert_close(token_rewards(scores, kl, mask.to(dtype), kl_coef=0.5), expected)
 
 
-def test_token_rewards_sum_to_score_minus_the_penalty_of_the_response():
+def test_token_rewards_sum_to_the_score_minus_the_penalty():
     torch.manual_seed(0)
     scores, kl = torch.randn(5), torch.randn(5, 5)
     expected = torch.where(MASK.any(dim=1), scores, 0.0) - 0.3 * torch.where(MASK, kl, 0.0).sum(dim=1)
@@ -44,11 +44,11 @@ def test_token_rewards_sum_to_score_minus_the_penalty_of_the_response():
 
 
 def test_token_scores_of_worked_example():
-    """What is left of a row's score when its earlier tokens have had theirs goes to its last token."""
+    """The last token gets a row's score minus the scores of its earlier tokens."""
     scores = torch.tensor([10.0, -1.0, 5.0, float("nan")])
     kl = torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.0, 0.0], [2.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
     mask = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [0, 0, 0]])
-    # The last real token's own is not read, nor is what the mask hides
+    # The last real token's own score is not read, nor is what the mask hides
     given = torch.tensor([[1.0, 2.0, 99.0], [4.0, -7.0, float("nan")], [3.0, float("inf"), 0.0], [1.0, 1.0, 1.0]])
     # 1 - 0.5, 2 - 1, 10 - (1 + 2) - 1.5; 4, -1 - 4; 5 - 1; nothing
     expected = torch.tensor([[0.5, 1.0, 5.5], [4.0, -5.0, 0.0], [4.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
@@ -91,8 +91,8 @@ def test_gae_ignores_garbage_under_the_mask(subtests):
                 assert tensor.grad[MASK].isfinite().all()
 
 
-def test_gae_with_holes_is_gae_of_the_tokens_alone():
-    """Whatever the holes: the row without them has the same advantages, at the same tokens."""
+def test_gae_skips_holes_in_the_mask():
+    """The row without the holes has the same advantages at the same tokens."""
     generator = torch.Generator().manual_seed(0)
     rewards, values = (torch.randn(200, 9, generator=generator, dtype=torch.float64) for _ in range(2))
     mask = torch.rand(200, 9, generator=generator) < torch.rand(200, 1, generator=generator)
@@ -114,13 +114,13 @@ def test_length_adaptive_lam_of_worked_example():
         assert_close(length_adaptive_lam(mask.to(dtype), alpha=0.5), expected)
 
 
-def test_the_weights_of_a_length_adaptive_lam_sum_to_alpha_times_the_length():
+def test_weights_of_a_length_adaptive_lam_sum_to_alpha_times_the_length():
     for alpha, length in [(0.05, 100), (1.5, 7), (1.0, 3)]:
         lam = length_adaptive_lam(torch.ones(1, length), alpha).double()
         assert_close((lam ** torch.arange(5000)).sum().item(), alpha * length, rtol=1e-4, atol=0.0)
 
 
-def test_gae_with_a_lam_for_each_row_is_gae_of_each_row():
+def test_gae_with_one_lam_per_row_is_gae_of_each_row():
     rewards, values = rollout()
     lam = torch.tensor([0.9, 0.0, 0.3, 0.5, 1.0], dtype=torch.float64)
     advantages = gae(rewards, values, MASK, 0.97, lam)
@@ -130,7 +130,7 @@ def test_gae_with_a_lam_for_each_row_is_gae_of_each_row():
     assert_close(gae(rewards, values, MASK, 0.97, torch.full((5,), 0.4)), gae(rewards, values, MASK, 0.97, 0.4))
 
 
-def test_each_schedule_gives_a_lambda_a_row_and_leaves_the_target_alone():
+def test_each_schedule_gives_one_lam_per_row_and_does_not_change_the_returns():
     rewards, values = rollout()
     for name in LAM_SCHEDULES:
         lam, lam_value = choose_lam(MASK, 0.9, None, dict.fromkeys(LAM_SCHEDULES) | {name: 1.5})
@@ -138,5 +138,5 @@ def test_each_schedule_gives_a_lambda_a_row_and_leaves_the_target_alone():
         advantages, returns = advantages_and_returns(rewards, values, MASK, 0.9, lam, lam_value)
         assert_close(advantages, gae(rewards, values, MASK, 0.9, lam))
         assert_close(returns - values, gae(rewards, values, MASK, 0.9, 1.0))
-    assert choose_lam(MASK, 0.9, None, {"lam_alpha": None}) == (0.9, None)  # the target's is the same
+    assert choose_lam(MASK, 0.9, None, {"lam_alpha": None}) == (0.9, None)  # the returns' λ is the same
     assert choose_lam(MASK, 0.9, 0.5, {}) == (0.9, 0.5)

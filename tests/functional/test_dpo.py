@@ -30,11 +30,11 @@ def test_logits_of_worked_examples():
         preference_logits(chosen, rejected, torch.tensor([0.1, 0.2]), torch.tensor([0.0, 0.3])),
         torch.tensor([0.05, -0.1]),
     )
-    # DPOP with λ = 5: 1 − 5·2 = −9 where the chosen answer lost 2 nats
+    # DPOP with λ = 5: 1 − 5·2 = −9 where the chosen completion lost 2 nats
     assert_close(preference_logits(chosen, rejected, 0.1, dpop_lambda=5.0), torch.tensor([0.05, -0.9]))
 
 
-def test_dpop_pulls_at_the_chosen_answer_that_lost_and_at_no_other():
+def test_dpop_acts_only_on_chosen_completions_that_lost_likelihood():
     chosen = torch.tensor([1.0, -2.0], requires_grad=True)
     preference_logits(chosen, torch.zeros(2), 0.1, dpop_lambda=5.0).sum().backward()
     assert_close(chosen.grad, torch.tensor([0.1, 0.1 * (1 + 5)]))
@@ -47,7 +47,7 @@ def test_loss_is_log_2_at_beta_0_and_dpo_at_confidence_1():
     assert_close(preference_loss(logits, torch.ones(5)), -logsigmoid(logits))
 
 
-def test_loss_is_the_cross_entropy_with_its_minimum_at_the_log_odds():
+def test_loss_is_a_cross_entropy_with_its_minimum_at_the_log_odds():
     confidence = torch.tensor([0.6, 0.75, 0.9], dtype=torch.double)
     logits = torch.randn(3, dtype=torch.double)
     expected = -confidence * torch.sigmoid(logits).log() - (1 - confidence) * (1 - torch.sigmoid(logits)).log()
@@ -79,4 +79,4 @@ def test_margin_scales_keep_the_mean_at_1_between_their_bounds(subtests):
             scales = margin_scales(stds, counts)
             assert_close((counts * scales).sum(), counts.sum())
             assert scales.min() >= 0.25 and scales.max() <= 4
-            assert (scales.diff() * stds.diff() <= 0).all()  # the wider, the smaller
+            assert (scales.diff() * stds.diff() <= 0).all()  # the wider the spread, the smaller the scale

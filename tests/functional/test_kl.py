@@ -76,17 +76,17 @@ def test_a_kl_that_is_not_finite_is_refused():
             adaptive_kl_coef(kl_coef=0.1, kl=kl, target=6.0, n_episodes=8, horizon=10000)
 
 
-def test_step_kl_counts_choices_and_not_what_is_certain():
+def test_step_kl_does_not_count_near_certain_tokens():
     bit = math.log(2)
     old, new = torch.tensor([[-1.0, -2.0, -9.0]]), torch.tensor([[-1.2, -1.6, 0.0]])
     entropies, actions = torch.tensor([[bit / 4, 3 * bit, 5.0]]), torch.tensor([[1, 1, 0]])
     sums = step_kl_sums(new, old, entropies, actions)
     assert_close(sums, torch.tensor([2 * (1 - math.exp(-0.1)) ** 2 + 2 * (1 - math.exp(0.2)) ** 2, 1.25]))
-    format_too = [torch.cat([each, torch.zeros(1, 7).to(each)], dim=1) for each in (new, old, entropies)]
-    assert_close(step_kl_sums(*format_too, torch.cat([actions, torch.ones(1, 7).to(actions)], dim=1)), sums)
+    padded = [torch.cat([each, torch.zeros(1, 7).to(each)], dim=1) for each in (new, old, entropies)]
+    assert_close(step_kl_sums(*padded, torch.cat([actions, torch.ones(1, 7).to(actions)], dim=1)), sums)
 
 
-def test_an_action_counts_as_the_kl_of_a_small_step_and_one_that_is_gone_counts_two():
+def test_step_kl_of_a_small_step_and_of_an_action_with_probability_0():
     ratios = torch.tensor([[0.99, 1.01, 1e-30, 100.0]], dtype=torch.float64)
     each = [step_kl_sums(log, torch.zeros(1), torch.zeros(1), torch.ones(1))[0] for log in ratios.log()[0].split(1)]
     assert_close(torch.stack(each), ratios.new_tensor([5e-5, 5e-5, 2.0, 162.0]), rtol=0.02, atol=0.0)
@@ -95,8 +95,8 @@ def test_an_action_counts_as_the_kl_of_a_small_step_and_one_that_is_gone_counts_
 @pytest.mark.parametrize("steps", [1, 2, 4, 16, 128])
 @pytest.mark.parametrize("rate", [1e-2, 1.0, 30.0])
 @pytest.mark.parametrize("goes", ["one way", "at random"])
-def test_the_rates_factor_leads_to_the_target(steps, rate, goes):
-    """Whatever the rate, and whether the steps of a rollout add up or their squares do, after a few rollouts."""
+def test_the_learning_rate_factor_leads_to_the_target(steps, rate, goes):
+    """Within a few rollouts, from any learning rate, whether the steps of a rollout or their squares add up."""
     factor, target = 0.1, 0.05
     for _ in range(6):
         used = []

@@ -10,7 +10,7 @@ V = 50
 
 
 def by_softmax(logits, labels, temperature):
-    """In float64, with all of the tensors that the definition names."""
+    """The definition, in float64."""
     logp = (logits.double() / temperature).log_softmax(-1)
     return logp.gather(-1, labels[..., None])[..., 0], -(logp.exp() * logp).sum(-1)
 
@@ -31,7 +31,7 @@ def gradient(function, logits, labels, weights, temperature):
     return *(part.detach() for part in result), logits.grad
 
 
-def test_of_worked_example():
+def test_logprobs_and_entropies_of_worked_example():
     # softmax of log 1, log 2, log 5 is 1/8, 2/8, 5/8; at temperature 1/2 it is that of the squares: 1, 4, 25 over 30
     logits, labels = torch.tensor([[1.0, 2.0, 5.0]]).log(), torch.tensor([2])
     for temperature, p in [(1.0, [1 / 8, 2 / 8, 5 / 8]), (0.5, [1 / 30, 4 / 30, 25 / 30])]:
@@ -42,10 +42,10 @@ def test_of_worked_example():
 
 @pytest.mark.parametrize("rows", [1, 5, 12])
 def test_equals_float64_in_values_and_gradients(subtests, monkeypatch, rows):
-    """However the 12 rows are cut into tiles."""
+    """With the 12 rows in tiles of any size."""
     monkeypatch.setattr(logprobs, "_TILE", {"cpu": rows * V})
     exact = {"rtol": 1e-12, "atol": 1e-12}
-    half = {"rtol": 2**-7, "atol": 1e-3}  # the gradient has a sign, 8 exponent and 7 mantissa bits
+    half = {"rtol": 2**-7, "atol": 1e-3}  # the gradient has one sign bit, 8 exponent and 7 mantissa bits
     for temperature in (1.0, 0.7):
         for on_logprobs, on_entropies in [(1, 0), (0, 1), (1, 0.3)]:
             with subtests.test(temperature=temperature, on_logprobs=on_logprobs, on_entropies=on_entropies):
@@ -64,7 +64,7 @@ def test_equals_float64_in_values_and_gradients(subtests, monkeypatch, rows):
                 assert_close(slope.double(), expected[2], **half)
 
 
-def test_a_near_certain_label_keeps_its_gradient_and_an_impossible_one_its_logprob():
+def test_near_certain_and_impossible_labels_keep_their_digits():
     logits = torch.tensor([[10.0, 0.0], [0.0, 200.0]], dtype=torch.bfloat16, requires_grad=True)
     result, _ = logprobs_and_entropies(logits * 1, torch.tensor([0, 0]))
     result.sum().backward()
@@ -74,7 +74,7 @@ def test_a_near_certain_label_keeps_its_gradient_and_an_impossible_one_its_logpr
     assert_close(logits.grad, torch.tensor([[rest, -rest], [1.0, -1.0]]).bfloat16(), rtol=2**-7, atol=0)
 
 
-def test_makes_no_second_tensor_of_their_size(monkeypatch):
+def test_no_second_tensor_of_the_logits_size(monkeypatch):
     monkeypatch.setattr(logprobs, "_TILE", {"cpu": V})
     logits, labels, _ = a_batch()
     made = (logits.requires_grad_() * 1).view(12, V)
@@ -89,7 +89,7 @@ def test_makes_no_second_tensor_of_their_size(monkeypatch):
         result.sum().backward()
 
 
-def test_an_operation_that_keeps_the_logits_gets_them_or_raises():
+def test_an_operation_that_saved_the_logits_gets_them_or_raises():
     logits, labels, weights = a_batch()
     for squash in (torch.tanh, lambda x: 30 * torch.tanh(x / 30)):
         found = gradient(
@@ -97,7 +97,7 @@ def test_an_operation_that_keeps_the_logits_gets_them_or_raises():
         )
         expected = gradient(lambda x, *args, squash=squash: by_softmax(squash(x), *args), logits, labels, weights, 0.7)
         assert_close(found, expected, check_dtype=False, rtol=1e-5, atol=1e-5)
-    hidden = torch.tanh(logits.clone().requires_grad_()).view(12, V)  # out of sight behind the view
+    hidden = torch.tanh(logits.clone().requires_grad_()).view(12, V)  # hidden behind the view
     result, _ = logprobs_and_entropies(hidden, labels.view(12))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         result.sum().backward()

@@ -1,4 +1,4 @@
-"""Losses and importance weights by hand; that the weights make a gradient right, over a small policy's answers."""
+"""Losses and importance weights by hand; with the weights the gradient of a small policy is unbiased."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from tests.functional.enumerated import MODES, World
+from tests.functional.enumerated import MODES, TabularPolicy
 from trl_ext.functional import (
     approx_kl,
     effective_sample_size,
@@ -50,14 +50,14 @@ def test_policy_loss_has_no_gradient_where_it_is_clipped():
 
 @pytest.mark.parametrize("dual_clip", [None, 3.0])
 def test_a_ratio_beyond_float32_leaves_loss_and_gradient_finite(dual_clip):
-    """Of a long turn, say, whose log-ratio is a sum."""
+    """For instance that of a long turn, whose log-ratio is a sum."""
     logprobs = torch.tensor([[100.0, 100.0, -200.0]], requires_grad=True)
     loss, _ = policy_loss(logprobs, torch.zeros(1, 3), torch.tensor([[-1.0, 1.0, 1.0]]), 0.2, 0.2, dual_clip)
     loss.sum().backward()
     assert loss.isfinite().all() and not logprobs.grad.any()
 
 
-def test_a_band_masks_what_is_outside_and_clips_nothing_inside():
+def test_a_band_masks_ratios_outside_and_clips_none_inside():
     ratio = torch.tensor([[0.5, 0.75, 1.0, 5.0, 8.0, 0.5, 0.75, 8.0]])
     advantages = torch.tensor([[2.0, 2.0, 2.0, 2.0, 2.0, -2.0, -2.0, -2.0]])
     # Outside [0.7, 6] are 0.5 and 8, whatever the sign of the advantage; inside -r A, which is its own gradient
@@ -70,7 +70,7 @@ def test_a_band_masks_what_is_outside_and_clips_nothing_inside():
     assert_close(outside, torch.tensor([[True, False, False, False, True, True, False, True]]))
 
 
-def test_a_band_has_its_bounds_and_leaves_out_ratios_that_overflow():
+def test_a_band_includes_its_bounds_and_masks_ratios_that_overflow():
     logprobs = torch.tensor([[math.log(0.5), math.log(2.0), 200.0, -200.0, math.nan]]).requires_grad_()
     loss, outside = policy_loss(logprobs, torch.zeros(1, 5), torch.ones(1, 5), 0.2, 0.2, band=(0.5, 2.0))
     loss.sum().backward()
@@ -172,10 +172,10 @@ def test_weights_of_worked_examples(mode, bounds, weights, outside):
 
 
 def test_weights_are_finite_whatever_the_log_probs():
-    """A token that the policy cannot draw weighs 0; sums of thousands of nats stay within a float."""
+    """A token that the policy cannot sample has weight 0; sums of thousands of nats do not overflow."""
     logprobs = torch.tensor([[-INF, -1e4, 0.0, -1.0]], requires_grad=True)
-    drawn, mask = torch.tensor([[-1.0, 0.0, -1e4, -INF]]), torch.tensor([[1, 1, 1, 0]])
-    weights, _ = importance_weights(logprobs, drawn, mask, "token_truncate")
+    sampler_logprobs, mask = torch.tensor([[-1.0, 0.0, -1e4, -INF]]), torch.tensor([[1, 1, 1, 0]])
+    weights, _ = importance_weights(logprobs, sampler_logprobs, mask, "token_truncate")
     assert_close(weights, torch.tensor([[0.0, 0.0, math.exp(20), 1.0]]))
     assert not weights.requires_grad
     long = torch.full((2, 4096), -1.0)
@@ -187,7 +187,7 @@ def test_weights_are_finite_whatever_the_log_probs():
     assert half.dtype == torch.float32
 
 
-def test_a_log_prob_of_the_sampler_that_is_not_finite_is_refused():
+def test_a_sampler_logprob_that_is_not_finite_is_refused():
     with pytest.raises(ValueError, match="sampler_logprobs must be finite at real tokens, got nan"):
         importance_weights(LOGPROBS, DRAWN, torch.ones_like(MASK), "token_mask")
 
@@ -204,34 +204,34 @@ FULL_SUPPORT = ["noise 0.1", "noise 0.5", "temperature 0.7", "temperature 1.5"]
 
 
 @pytest.mark.parametrize("sampler", FULL_SUPPORT)
-def test_weights_of_answers_make_the_gradient_unbiased_and_bounds_give_bias_for_variance(sampler):
-    world = World(longest=4)
-    found = {name: world.estimate(sampler, mode) for name, mode in MODES.items()}
+def test_sequence_weights_are_unbiased_and_bounds_trade_variance_for_bias(sampler):
+    policy = TabularPolicy(longest=4)
+    found = {name: policy.estimate(sampler, mode) for name, mode in MODES.items()}
     assert found["none"].bias > 0.05
     assert found["sequence, no bound"].bias < 1e-12
-    # Weights of tokens take some of the bias away, but not that of the tokens before and after
+    # Token weights remove some of the bias, but not that of the tokens before and after
     assert 0.01 < found["token, no bound"].bias < found["none"].bias
-    if sampler in ("noise 0.5", "temperature 0.7"):  # where a bound is reached
+    if sampler in ("noise 0.5", "temperature 0.7"):  # where a bound is active
         truncated, whole = found["sequence_truncate, ≤ 2"], found["sequence, no bound"]
         assert 0.01 < truncated.bias < found["none"].bias and truncated.variance < whole.variance
         assert found["sequence_mask, 0.5 to 2"].variance < truncated.variance
 
 
 @pytest.mark.parametrize("sampler", FULL_SUPPORT)
-def test_weights_of_tokens_make_answers_of_one_token_unbiased(sampler):
-    world = World(longest=1)
-    assert world.estimate(sampler, MODES["none"]).bias > 0.01
+def test_token_weights_are_unbiased_for_completions_of_one_token(sampler):
+    policy = TabularPolicy(longest=1)
+    assert policy.estimate(sampler, MODES["none"]).bias > 0.01
     for level in ("token", "sequence"):
-        assert world.estimate(sampler, MODES[f"{level}, no bound"]).bias < 1e-12
+        assert policy.estimate(sampler, MODES[f"{level}, no bound"]).bias < 1e-12
 
 
-def test_no_weight_stands_for_what_a_truncated_sampler_never_draws():
-    """Its bias is what the answers outside of the nucleus would have given: exactly that."""
-    world = World(longest=4)
-    found = {name: world.estimate("top-p 0.9", mode) for name, mode in MODES.items()}
+def test_the_bias_of_a_truncated_sampler_is_what_it_never_samples():
+    """The bias is exactly the missing contribution of the completions outside of the nucleus."""
+    policy = TabularPolicy(longest=4)
+    found = {name: policy.estimate("top-p 0.9", mode) for name, mode in MODES.items()}
     assert 0.05 < found["sequence, no bound"].bias < found["none"].bias
-    probabilities = world.logprobs(world.logits).sum(1).exp()
-    is_left_out = world.logprobs(world.sampler("top-p 0.9")).isinf().any(1)
-    missing = (probabilities * is_left_out) @ world.gradients(torch.ones(len(world.ids), 1, dtype=torch.double))
+    probabilities = policy.logprobs(policy.logits).sum(1).exp()
+    is_left_out = policy.logprobs(policy.sampler("top-p 0.9")).isinf().any(1)
+    missing = (probabilities * is_left_out) @ policy.gradients(torch.ones(len(policy.ids), 1, dtype=torch.double))
     estimate = found["sequence, no bound"]
     assert_close(estimate.truth - estimate.mean, missing)

@@ -59,7 +59,7 @@ def test_merged_shards_equal_the_whole_in_any_order():
     assert_close(one_by_one, whole)
 
 
-def test_large_mean_does_not_cancel_the_variance():
+def test_a_large_mean_does_not_cancel_the_variance():
     torch.manual_seed(0)
     noise = torch.randn(1000, dtype=torch.float64) * 1e-3
     values = noise + 1e6
@@ -112,7 +112,7 @@ def test_whiten_of_shards_with_merged_moments_equals_the_whole():
 
 def test_whiten_does_not_scale_a_lone_value():
     values, mask = torch.tensor([[3.0, 8.0]]), torch.tensor([[1, 0]])
-    # The mean is 2.5 from elsewhere: 3 - 2.5 = 0.5, and not 0.5 / sqrt(1e-8) = 5000.
+    # The mean 2.5 is that of other values: 3 - 2.5 = 0.5, and not 0.5 / sqrt(1e-8) = 5000.
     assert_close(whiten(values, mask, as_moments(1, 2.5, 0, 2.5, 2.5)), torch.tensor([[0.5, 0.0]]))
     assert_close(whiten(values, mask * 0, empty_moments()), torch.zeros(1, 2))
 
@@ -129,7 +129,7 @@ def test_explained_variance():
 
 
 NAN = torch.nan
-# Members' scores of four rows: all say something; all alike; one is silent, so that nobody knows; all are
+# Members' scores of four rows: all differ; all are equal; one is missing, so there is no score; all are missing
 SCORES = torch.tensor([[1.0, 2, NAN, NAN], [3, 2, 4, NAN], [8, 2, 6, NAN]], dtype=torch.double)
 # mean 4, deviations −3 −1 4: std √(26/3)
 STD = torch.tensor([(26 / 3) ** 0.5, 0, NAN, NAN], dtype=torch.double)
@@ -144,15 +144,15 @@ STD = torch.tensor([(26 / 3) ** 0.5, 0, NAN, NAN], dtype=torch.double)
         ("uncertainty", [4 - 0.5 * (26 / 3) ** 0.5, 2, NAN, NAN]),
     ],
 )
-def test_scores_worked_by_hand(combine, expected):
+def test_ensemble_scores_by_hand(combine, expected):
     expected = torch.tensor(expected, dtype=torch.double)
     assert_close(ensemble_score(SCORES, combine, 0.5), expected, equal_nan=True)
     assert_close(disagreement(SCORES), STD, equal_nan=True)
 
 
 @pytest.mark.parametrize("combine", ["mean", "median", "min", "uncertainty"])
-def test_a_shift_and_a_scale_of_all_members_are_those_of_the_result(combine):
-    """Of the paper's mean − λ · std² the scale would not be."""
+def test_shift_and_scale_of_all_members_are_those_of_the_score(combine):
+    """With the paper's mean − λ · std² the scale is not."""
     assert_close(
         ensemble_score(3 * SCORES + 7, combine, 0.5), 3 * ensemble_score(SCORES, combine, 0.5) + 7, equal_nan=True
     )
@@ -173,7 +173,7 @@ def test_levels_add_up_to_alpha():
 
 
 @pytest.mark.slow
-def test_quantile_leaves_the_tail_to_its_right():
+def test_the_quantile_has_the_tail_to_its_right():
     """Student's density for 3 degrees of freedom is 2 / (π √3 (1 + t²/3)²); its tail is a sum of thin slices."""
     t = torch.linspace(student_quantile(0.01, 3), 1e4, 10_000_001, dtype=torch.float64)
     density = 2 / (math.pi * math.sqrt(3) * (1 + t**2 / 3) ** 2)
@@ -183,7 +183,7 @@ def test_quantile_leaves_the_tail_to_its_right():
     assert student_quantile(0.025, math.inf) == pytest.approx(1.959964, rel=1e-6)
 
 
-def test_scatter_is_the_variance_of_noise_and_leaves_a_drift_out():
+def test_scatter_is_the_variance_of_the_noise_without_a_drift():
     generator = torch.Generator().manual_seed(0)
     noise = 3 * torch.randn(20_000, generator=generator, dtype=torch.float64)
     for values in (noise, noise + torch.arange(20_000) / 100):
@@ -194,7 +194,7 @@ def test_scatter_is_the_variance_of_noise_and_leaves_a_drift_out():
 
 
 def test_degrees_of_freedom_of_scatter():
-    """A variable with ν of them has a variance of 2/ν of its squared mean."""
+    """A variable with ν degrees has a variance of 2/ν times its squared mean."""
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(100_000, 6, generator=generator, dtype=torch.float64)
     variances = noise.diff(dim=1).square().sum(1) / 10
@@ -210,7 +210,7 @@ def test_share_error():
     assert share_error(0.3, 1e8) == pytest.approx(math.sqrt(0.3 * 0.7 / 1e8), rel=1e-6)
 
 
-def test_error_of_the_unexplained_share_is_no_smaller_than_that_of_independent_variances():
+def test_the_error_of_the_unexplained_share_is_not_too_small():
     generator = torch.Generator().manual_seed(0)
     residuals, returns = torch.randn(2, 20_000, 64, generator=generator, dtype=torch.float64)
     error = (residuals.var(1) / returns.var(1)).log().std().item()

@@ -1,8 +1,8 @@
 """
-What only a GPU can show: its numbers beside a CPU's, its attention and kernels, and runs that are killed there.
+What needs a GPU: its numbers beside a CPU's, its attention and kernels, and killed runs.
 
     pytest tests/gpu -m ""                                  # on a machine with a GPU, else all is skipped
-    TRL_EXT_TEST_DEVICE=cpu pytest tests/gpu -m ""          # see that it runs
+    TRL_EXT_TEST_DEVICE=cpu pytest tests/gpu -m ""          # only to see that the tests run
 """
 
 import os
@@ -23,10 +23,10 @@ from tests.ppo import worker
 from tests.ppo.agent_worker import rows
 from tests.ppo.worker import (
     collected,
-    draw,
     lora_trainer,
     make_trainer,
     optimizer_state,
+    randomize,
     rows_of,
     scripted,
     weights,
@@ -45,7 +45,7 @@ pytestmark = [
 ]
 BUILD = {"full": make_trainer, "lora": lora_trainer}
 HERE = {"use_cpu": DEVICE == "cpu", "max_steps": 2, "num_ppo_epochs": 1}
-# Log-probs are noted in sampling, and computed anew as well
+# Log-probs are recorded during sampling, and also computed again
 BOTH_LOGPROBS = {"old_logprobs": "recompute", "importance_sampling_mode": "token_truncate"}
 
 
@@ -56,10 +56,10 @@ def exact_products():
 
 
 def rollout_and_steps(folder, build, **config):
-    """The rows of a rollout, and the weights after its two steps, all on the CPU."""
+    """The rows of a rollout and the weights after its two steps, moved to the CPU."""
     trainer = scripted(BUILD[build](folder, **{**HERE, "optim": "sgd", "learning_rate": 1.0, **config}))
     on = next(trainer.model.parameters()).device
-    draw(trainer.model.to("cpu"), std=0.1)
+    randomize(trainer.model.to("cpu"), std=0.1)
     trainer.model.to(on)
     start, taken = weights(trainer), collected(trainer)
     trainer.train()
@@ -69,8 +69,8 @@ def rollout_and_steps(folder, build, **config):
 
 
 @pytest.mark.parametrize("build", BUILD)
-def test_a_rollout_and_its_update_are_those_of_a_cpu(build, tmp_path):
-    """With SGD at a rate of 1 the weights change by the gradients."""
+def test_a_rollout_and_its_update_equal_those_of_a_cpu(build, tmp_path):
+    """With SGD at a learning rate of 1 the weights change by the gradients."""
     there, rows, change = rollout_and_steps(tmp_path / "cpu", build, use_cpu=True)
     here, own_rows, own_change = rollout_and_steps(tmp_path / "here", build)
     for name in ("logprobs", "ref_logprobs", "values", "scores"):
@@ -85,7 +85,7 @@ def test_a_rollout_and_its_update_are_those_of_a_cpu(build, tmp_path):
 @pytest.mark.parametrize("checkpointing", worker.CHECKPOINTING)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bfloat16_trains(build, checkpointing, dtype, tmp_path):
-    """With adapters the base stays as it is, bit for bit, whatever recomputes the activations."""
+    """With adapters the base keeps its bits, for each kind of activation checkpointing."""
     model = tiny_llama().to(dtype)
     trainer = BUILD[build](tmp_path, model=model, **HERE, bf16=True, **worker.CHECKPOINTING[checkpointing])
     start, trained = weights(trainer), {n for n, p in trainer.model.named_parameters() if p.requires_grad}
@@ -108,7 +108,7 @@ def test_adapters_get_the_same_gradients_with_activation_checkpointing(tmp_path)
 
 
 @pytest.mark.parametrize("build", BUILD)
-def test_packed_rows_are_padded_rows(build, tmp_path):
+def test_packed_rows_equal_padded_rows(build, tmp_path):
     packed, padded = (rollout_and_steps(tmp_path / str(free), build, padding_free=free)[0] for free in (True, False))
     for name in ("logprobs", "ref_logprobs", "values"):
         torch.testing.assert_close(getattr(packed, name), getattr(padded, name), rtol=1e-4, atol=1e-5)
@@ -117,7 +117,7 @@ def test_packed_rows_are_padded_rows(build, tmp_path):
 @pytest.mark.skipif(DEVICE == "cpu", reason="the kernel is for a GPU")
 @pytest.mark.parametrize("window", [None, 16])
 def test_torchs_kernel_attends_within_packed_rows(window, monkeypatch):
-    """In bfloat16 it errs no more than SDPA does, float32 being the truth; pads get a gradient of 0."""
+    """In bfloat16 its error against float32 is no larger than SDPA's; pads get a gradient of 0."""
     without("")
     torch.manual_seed(0)
     lengths, columns = torch.tensor([70, 33, 1, 90]), 256
@@ -170,21 +170,21 @@ def assert_the_samplers_logprobs_are_those_of_a_pass(rollout):
 @pytest.mark.parametrize("build", BUILD)
 def test_the_samplers_logprobs_are_those_of_a_pass(build, tmp_path):
     trainer = BUILD[build](tmp_path, **HERE, **BOTH_LOGPROBS)
-    draw(trainer.model.to("cpu"), std=0.3)
+    randomize(trainer.model.to("cpu"), std=0.3)
     trainer.model.to(trainer.accelerator.device)
     taken = collected(trainer)
     trainer.train()
     assert_the_samplers_logprobs_are_those_of_a_pass(taken[0])
 
 
-def told_by(tokenizer, player):
-    """In place of [`TokenSampler`]: take the tokens of what a scripted player says, with the policy's log-probs."""
+def scripted_by(tokenizer, player):
+    """A [`TokenSampler`] that takes the tokens of a scripted player, with the policy's log-probs."""
 
     def tell(sampler, input_ids, scores):
         tokens = []
         for ids in input_ids.tolist():
             history, said = tokenizer.decode(ids).rsplit("<|im_start|>assistant\n", 1)
-            answer = tokenizer(player(history))["input_ids"] + [tokenizer.pad_token_id] * len(ids)  # a row that ended
+            answer = tokenizer(player(history))["input_ids"] + [tokenizer.pad_token_id] * len(ids)  # after its end
             tokens.append(answer[len(tokenizer(said)["input_ids"])])
         tokens = torch.tensor(tokens, device=scores.device)[:, None]
         sampler._steps.append(scores.log_softmax(-1).gather(1, tokens)[:, 0])
@@ -193,8 +193,8 @@ def told_by(tokenizer, player):
     return tell
 
 
-def test_agents_with_a_cache_across_turns(tmp_path, monkeypatch):
-    """Up to three turns, of rows that end earlier or later, have the log-probs of a pass over the whole history."""
+def test_logprobs_with_a_cache_across_turns_are_those_of_a_pass(tmp_path, monkeypatch):
+    """Up to three turns, where rows end at different times, against a pass over the whole history."""
     tokenizer, known, fill = byte_tokenizer(), [], Histories.fill
 
     def watched(histories, cache, *args):
@@ -202,7 +202,7 @@ def test_agents_with_a_cache_across_turns(tmp_path, monkeypatch):
         known.append(cache.get_seq_length())
 
     monkeypatch.setattr(Histories, "fill", watched)
-    monkeypatch.setattr(TokenSampler, "__call__", told_by(tokenizer, counts))
+    monkeypatch.setattr(TokenSampler, "__call__", scripted_by(tokenizer, counts))
     trainer = PPOTrainer(
         model=tiny_llama(len(tokenizer), max_position_embeddings=2048),
         args=tiny_config(tmp_path, **HERE, **BOTH_LOGPROBS, max_completion_length=400),
@@ -220,7 +220,7 @@ def test_agents_with_a_cache_across_turns(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_trls_kernel_computes_what_our_head_computes(dtype):
+def test_trls_kernel_equals_our_head(dtype):
     from trl.trainer.utils import selective_log_softmax_and_entropy
 
     torch.manual_seed(0)
@@ -274,7 +274,7 @@ def test_a_killed_run_ends_with_the_same_bits(tmp_path):
 
 @pytest.mark.parametrize("where", ["foreground", "background"])
 def test_seconds_that_training_waits_for_a_checkpoint(where, tmp_path, record_property):
-    """Each checkpoint is complete, and has the bits of its step, though training went on while it was written."""
+    """Each checkpoint is complete and has the bits of its step, though training continued while it was written."""
     size = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8} if DEVICE == "cuda" else {}
     saving = {"save_strategy": "steps", "save_steps": 2, "save_in_background": where == "background"}
     trainer = scripted(make_trainer(tmp_path, model=tiny_llama(**size), **{**HERE, **saving, "max_steps": 4}))
@@ -310,7 +310,7 @@ def test_seconds_that_training_waits_for_a_checkpoint(where, tmp_path, record_pr
 
 
 def test_qlora(tmp_path):
-    """The adapters move, and the 4-bit base stays as it is."""
+    """The adapters change, and the 4-bit base does not."""
     bitsandbytes = pytest.importorskip("bitsandbytes")
     from transformers import BitsAndBytesConfig
 

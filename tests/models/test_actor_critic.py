@@ -26,9 +26,9 @@ def make(tmp_path, policy, **given):
 
 
 def test_a_left_padded_row_equals_the_row_alone(tmp_path, build):
-    """Log-probs and values of policy and critic, log-probs of the reference."""
+    """In log-probs of policy and reference, and in values."""
     trainer = make(tmp_path, build(), ref_model=build(seed=7), temperature=0.7)
-    width = 4  # response tokens, kept at the right end
+    width = 4  # response tokens, at the right end
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(6, 26, (n,), generator=generator) for n in (5, 8, 13, 20)]
 
@@ -48,7 +48,7 @@ def test_a_left_padded_row_equals_the_row_alone(tmp_path, build):
     for i, row in enumerate(rows):
         alone = through_trainer(row[None], torch.ones(1, len(row), dtype=torch.long))
         assert_close(together[:, i], alone[:, 0], **CLOSE)
-        # and the row alone is what the bare models say, with no mask and no positions
+        # and the row alone equals the models by themselves, without mask and positions
         with torch.no_grad():
             logits = trainer.model.policy(input_ids=row[None]).logits[0, -width - 1 : -1] / 0.7
             values = trainer.model.critic.base_model(input_ids=row[None]).last_hidden_state[0, -width - 1 : -1]
@@ -70,8 +70,8 @@ class KeepGradients(TrainerCallback):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_gradient_checkpointing_leaves_the_gradients_of_both_as_they_are(tmp_path, build, use_reentrant, monkeypatch):
-    """And it is really on: both backbones run their layers through `torch.utils.checkpoint`, in training only."""
+def test_gradient_checkpointing_does_not_change_the_gradients(tmp_path, build, use_reentrant, monkeypatch):
+    """And it is on: both backbones run their layers through `torch.utils.checkpoint`, in training only."""
     calls, checkpoint = [], transformers.modeling_utils.checkpoint
     monkeypatch.setattr(
         transformers.modeling_utils, "checkpoint", lambda *args, **kw: calls.append(args) or checkpoint(*args, **kw)

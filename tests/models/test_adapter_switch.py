@@ -1,4 +1,4 @@
-"""Several roles on one base: each computes and learns as a model of its own would, and the base stays as it is."""
+"""Several roles on one base: each computes and learns as a separate model does, and the base does not change."""
 
 import contextlib
 import copy
@@ -15,11 +15,11 @@ from tests.ppo.worker import (
     BUILDERS,
     CHECKPOINTING,
     assert_gradients_of_separate_models,
-    draw,
     gradients,
     lora_configs,
     lora_trainer,
     make_trainer,
+    randomize,
     users_model,
     weights,
 )
@@ -35,7 +35,7 @@ def adapter(trainer, name):
 
 
 def trainable(trainer):
-    """The adapters that are trained in full, and those of which anything is."""
+    """The adapters with all weights trainable, and those with any."""
     found = {}
     for name, parameter in trainer.model.named_parameters():
         part = next((a for a in ("default", "critic", "ref", "reward_0") if a in name.split(".")), "base")
@@ -58,7 +58,7 @@ def test_gradients_are_those_of_separate_models(name, checkpointing, tmp_path):
 
 
 def reference_logits(trainer):
-    """As PPO's reference pass computes them."""
+    """The logits of PPO's reference pass."""
     trainer.model.eval()
     names = ["ref"] if "ref" in trainer.model.policy.peft_config else []
     with torch.no_grad(), trainer.model.adapters.use(*names):
@@ -77,7 +77,7 @@ def test_the_reference_is_never_trained(name, is_users, tmp_path):
     fingerprint, logits = base_fingerprint(trainer.model.policy), reference_logits(trainer)
     reference, start = adapter(trainer, "ref"), adapter(trainer, "default")
     own = {n.replace(".default.", ".ref."): p for n, p in start.items()} if is_users else {}
-    assert_close(reference, own, **EXACT)  # the user's adapter as it was, where there is one
+    assert_close(reference, own, **EXACT)  # the user's initial adapter, if any
     assert trainable(trainer) == {"default": True, "critic": True}
 
     trainer.train()
@@ -88,7 +88,7 @@ def test_the_reference_is_never_trained(name, is_users, tmp_path):
     assert_close(adapter(trainer, "ref"), reference, **EXACT)
     assert_close(reference_logits(trainer), logits, **EXACT)
     assert trainable(trainer) == {"default": True, "critic": True}
-    # The policy has gone far from it
+    # The policy is far from it
     with torch.no_grad():
         moved = trainer.model.policy(input_ids=IDS).logits - logits
     assert moved.abs().max() > 0.1
@@ -104,11 +104,11 @@ def test_an_optimizer_without_the_critic_is_refused(tmp_path):
         trainer.train()
 
 
-# ---- What vLLM is sent ----
+# ---- Weights sent to vLLM ----
 
 
 class Client:
-    """Stands in for the client of a vLLM server: keeps what each weight sync sends, and the policy merged apart."""
+    """Stands in for the client of a vLLM server: keeps what each weight sync sends, and a separately merged policy."""
 
     def __init__(self, policy):
         self.policy, self.syncs, self.merged = policy, [], []
@@ -125,7 +125,7 @@ class Client:
 
 
 class ServerGeneration(VLLMGeneration):
-    """TRL's weight sync with that client; answers with two fixed tokens and EOS."""
+    """TRL's weight sync with that client; each completion is two fixed tokens and EOS."""
 
     def __init__(self, model, accelerator, generation_kwargs, **kwargs):
         self.model, self.accelerator, self.generation_kwargs = model, accelerator, generation_kwargs or {}
@@ -144,8 +144,8 @@ def vllm(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BUILDERS)
-def test_vllm_is_sent_the_merged_policy_under_the_base_models_names(name, vllm, tmp_path):
-    """In training, with a critic's and the reference's adapter beside it; and the base keeps its bits."""
+def test_vllm_gets_the_merged_policy_under_the_base_models_names(name, vllm, tmp_path):
+    """In training, with adapters of critic and reference on the base, which keeps its bits."""
     config = {"use_vllm": True, "importance_sampling_mode": "none", "learning_rate": 1e-2, "max_steps": 8}
     trainer = make_trainer(tmp_path, model=users_model(name), **config)
     before, client = weights(trainer), trainer.vllm_generation.vllm_client
@@ -164,14 +164,14 @@ def test_vllm_is_sent_the_merged_policy_under_the_base_models_names(name, vllm, 
 
 
 @each_checkpointing("off")
-def test_under_autocast_adapters_keep_no_copy_of_their_inputs(checkpointing, tmp_path, monkeypatch):
-    """The same gradients, to the bit, from fewer bytes that are kept for the backward pass."""
+def test_under_autocast_adapters_store_no_copy_of_their_inputs(checkpointing, tmp_path, monkeypatch):
+    """The same bits of the gradients, from fewer bytes stored for the backward pass."""
     config = {"bf16": True, "max_steps": 1, "num_ppo_epochs": 1, **CHECKPOINTING[checkpointing]}
 
     def gradients_and_bytes():
         trainer = lora_trainer(tmp_path, model=tiny_llama().to(torch.bfloat16), **config)
         model, kept = trainer.model.train(), {}
-        draw(model)
+        randomize(model)
 
         def keep(tensor):
             kept[tensor.untyped_storage().data_ptr()] = tensor
@@ -192,7 +192,7 @@ def test_under_autocast_adapters_keep_no_copy_of_their_inputs(checkpointing, tmp
 
 
 @each_checkpointing("non-reentrant")
-def test_adapters_with_dropout_are_recomputed_as_they_ran_under_autocast(checkpointing, tmp_path):
+def test_under_autocast_adapters_with_dropout_are_recomputed_exactly(checkpointing, tmp_path):
     peft = {"peft_config": LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.5)}
     config = {"bf16": True, "disable_dropout": False, "max_steps": 1, **CHECKPOINTING[checkpointing]}
     trainer = make_trainer(tmp_path, model=tiny_llama().to(torch.bfloat16), trainer_kwargs=peft, **config)

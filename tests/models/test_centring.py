@@ -1,4 +1,4 @@
-"""Centring a reward model's head: what it leaves at 0, and how little it changes else."""
+"""Centring a reward model's head: the mean score is 0, and all else changes as little as possible."""
 
 import torch
 from torch.testing import assert_close
@@ -16,14 +16,14 @@ def test_centring_is_exact_on_the_reference():
 
 
 def test_centring_uses_a_constant_direction_where_there_is_one():
-    # The last feature is 2 for every answer, so half of it is a bias, and margins do not change
+    # The last feature is 2 for every answer, so half of its weight acts as a bias, and margins do not change
     everything = torch.randn(200, 5, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     everything[:, -1] = 2
     shift = centring_shift(everything[:20], everything, ridge=1e-12)
     assert_close(shift, torch.tensor([0, 0, 0, 0, 0.5], dtype=torch.float64), rtol=0, atol=1e-8)
 
 
-def test_no_other_direction_that_centres_varies_less():
+def test_no_other_centring_direction_has_less_variance():
     generator = torch.Generator().manual_seed(5)
     everything = torch.randn(300, 6, generator=generator, dtype=torch.float64) @ torch.randn(
         6, 6, generator=generator, dtype=torch.float64
@@ -37,6 +37,6 @@ def test_no_other_direction_that_centres_varies_less():
         assert (everything @ neighbour).var() > (everything @ shift).var()
 
 
-def test_centring_where_all_answers_are_the_same_one():
+def test_centring_with_equal_answers():
     shift = centring_shift(torch.full((3, 2), 2.0), torch.full((5, 2), 2.0))
     assert_close(shift @ torch.tensor([2.0, 2.0], dtype=torch.float64), torch.ones((), dtype=torch.float64))

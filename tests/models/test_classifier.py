@@ -1,4 +1,4 @@
-"""Reward models score without dropout, whoever trains around them; a critic starts from none that only measures."""
+"""Reward models score without dropout during training; a critic does not start from a reward model of weight 0."""
 
 from types import SimpleNamespace
 
@@ -20,7 +20,7 @@ LORA = {"r": 2, "target_modules": ["c_attn"], "task_type": "CAUSAL_LM", "fan_in_
 DROPOUT = {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5}
 
 
-def test_a_reward_model_on_the_policys_base_scores_without_the_dropout_of_training():
+def test_a_reward_model_on_the_policys_base_scores_without_dropout():
     policy = get_peft_model(tiny_gpt2(**DROPOUT), LoraConfig(**LORA))
     add_critic(policy, None)
     adapters = AdapterSwitch(policy)
@@ -36,7 +36,7 @@ def test_a_reward_model_on_the_policys_base_scores_without_the_dropout_of_traini
 
 
 @pytest.mark.parametrize(("weight", "start"), [(0.0, "with a zero head"), (1.0, "a copy of reward model 'judge'")])
-def test_a_critics_adapter_starts_from_no_reward_model_of_weight_0(weight, start):
+def test_a_critic_does_not_start_from_a_reward_model_of_weight_0(weight, start):
     config = {"r": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
     policy, tokenizer = get_peft_model(tiny_llama(), LoraConfig(**config)), tiny_tokenizer()
     policy.add_adapter("reward_0", LoraConfig(**config))

@@ -1,4 +1,4 @@
-"""A checkpoint that brings code, in Python or in a pickle, does not run it."""
+"""Code in a checkpoint, as Python or in a pickle, is not executed."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from trl_ext import PPOTrainer
 
 
 class Evil:
-    """Unpickled, it writes a file."""
+    """Writes a file when it is unpickled."""
 
     def __init__(self, trace):
         self.trace = trace
@@ -22,7 +22,7 @@ class Evil:
 
 @pytest.fixture
 def hostile(tmp_path):
-    """A reward model and a folder that is there once its code has run."""
+    """A reward model with code, and a folder that exists once that code has run."""
     folder, trace = tmp_path / "reward", tmp_path / "trace"
     tiny_reward_model(tiny_gpt2()).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
@@ -36,7 +36,7 @@ def train(folder, tmp_path):
     trainer.train()
 
 
-def test_python_beside_the_weights_is_not_run(hostile, tmp_path):
+def test_python_beside_the_weights_is_not_executed(hostile, tmp_path):
     folder, trace = hostile
     (folder / "evil.py").write_text(f"import os\nos.mkdir({str(trace)!r})\nclass Evil: pass\n")
     for name in ("config.json", "tokenizer_config.json"):
@@ -44,17 +44,17 @@ def test_python_beside_the_weights_is_not_run(hostile, tmp_path):
         classes = ("AutoConfig", "AutoModelForSequenceClassification") if name == "config.json" else ("AutoTokenizer",)
         config["auto_map"] = {each: "evil.Evil" if name == "config.json" else ["evil.Evil", None] for each in classes}
         (folder / name).write_text(json.dumps(config))
-    train(folder, tmp_path)  # by the class of that name in transformers
+    train(folder, tmp_path)  # transformers' class of that name loads it
     assert not trace.exists()
 
 
-def test_a_pickle_in_the_place_of_weights_is_not_run(hostile, tmp_path):
+def test_a_pickle_in_place_of_the_weights_is_not_executed(hostile, tmp_path):
     folder, trace = hostile
     (folder / "model.safetensors").unlink()
     torch.save({"score.weight": Evil(trace)}, folder / "pytorch_model.bin")
     with pytest.raises(Exception, match="(?i)weights.only"):
         train(folder, tmp_path)
     assert not trace.exists()
-    with pytest.raises(FileExistsError):  # it would have been
+    with pytest.raises(FileExistsError):  # the pickle does run code
         for _ in range(2):
             torch.load(folder / "pytorch_model.bin", weights_only=False)

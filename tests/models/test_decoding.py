@@ -1,4 +1,4 @@
-"""Decoding that leaves out what has ended answers as one call of `generate` does."""
+"""Decoding that drops ended rows gives the completions of one call of `generate`."""
 
 import copy
 import itertools
@@ -66,7 +66,7 @@ each_model = pytest.mark.parametrize(  # Qwen2 decodes as Llama does
 
 
 def batch(rows=12, repeats=1, seed=0):
-    """Left-padded prompts of 1 to 6 tokens, each there `repeats` times."""
+    """Left-padded prompts of 1 to 6 tokens, each repeated `repeats` times."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(5, 29, (rows // repeats, 6), generator=generator)
     mask = (torch.arange(6) >= torch.randint(6, (rows // repeats, 1), generator=generator)).long()
@@ -105,13 +105,13 @@ class Work:
 
 
 def taken(recorder, answers, mask):
-    """(B, T) log-probs of what was drawn, 0 where the mask is 0."""
+    """(B, T) log-probs of the sampled tokens, 0 where the mask is 0."""
     rows = recorder.take([row[real.bool()].tolist() for row, real in zip(answers, mask, strict=True)])
     return torch.stack([torch.tensor([*row, *[0.0] * (mask.size(1) - len(row))]) for row in rows])
 
 
 def both(model, inputs, config, monkeypatch):
-    """The ids of one call of `generate`, those of `decode` with their log-probs, and the work of each."""
+    """The ids by one call of `generate`, those by `decode` with their log-probs, and the work of each."""
     work, recorder = Work(model, monkeypatch), SamplerRecorder()
     plain = model.generate(**inputs, generation_config=config)
     before = copy.copy(work)
@@ -123,7 +123,7 @@ def both(model, inputs, config, monkeypatch):
 
 
 def recomputed(model, inputs, sequences, eos=EOS):
-    """(B, T) log-probs of the answers by a forward pass, 0 behind their ends."""
+    """(B, T) log-probs of the completions by a forward pass, 0 after their ends."""
     width = inputs["input_ids"].size(1)
     prompts = [
         ids[mask.bool()].tolist() for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
@@ -137,12 +137,12 @@ def recomputed(model, inputs, sequences, eos=EOS):
 
 @pytest.mark.parametrize("repeats", [1, 4])
 @each_model
-def test_greedy_answers_equal_those_of_one_call(name, repeats, monkeypatch):
+def test_greedy_completions_equal_those_of_one_call(name, repeats, monkeypatch):
     model, inputs = CONTINUED[name](), batch(repeats=repeats)
     plain, decoded, logprobs, before, work = both(model, inputs, settings(), monkeypatch)
     assert_close(decoded, plain, rtol=0, atol=0)
     lengths = (~torch.isin(plain[:, 6:], torch.tensor(EOS))).cumprod(1).sum(1)
-    assert len(set(lengths.tolist())) > 2 // repeats  # else nothing was left out
+    assert len(set(lengths.tolist())) > 2 // repeats  # else no row was dropped
     assert work.calls > 1 and work.tokens < before.tokens
     expected, mask = recomputed(model, inputs, decoded)
     assert_close(logprobs, expected, rtol=1e-5, atol=1e-5)
@@ -151,7 +151,7 @@ def test_greedy_answers_equal_those_of_one_call(name, repeats, monkeypatch):
 
 @pytest.mark.parametrize("repeats", [1, 2, 4])
 def test_each_prompt_is_read_once(repeats, monkeypatch):
-    """But for its last token, which each row reads: the draws come from its logits."""
+    """Except for its last token: each row reads it, since it samples from its logits."""
     model, inputs = llama(), batch(repeats=repeats)
     shuffled = {name: values[torch.arange(12) * 5 % 12] for name, values in inputs.items()}
     plain, decoded, _, before, work = both(model, shuffled, settings(max_new_tokens=1), monkeypatch)
@@ -166,8 +166,8 @@ def left_padded(rows):
 
 
 @each_model
-def test_a_next_turn_reads_only_what_is_new(name, monkeypatch):
-    """Some rows end, some go on with more or fewer new tokens, over three turns in batches of other sizes."""
+def test_a_next_turn_reads_only_new_tokens(name, monkeypatch):
+    """Three turns in batches of different sizes; some rows end, others have more or fewer new tokens."""
     model, config, histories = CONTINUED[name](), settings(suppress_tokens=[PAD]), Histories(24)
     work, generator = Work(model, monkeypatch), torch.Generator().manual_seed(1)
     rows = [ids[mask.bool()].tolist() for ids, mask in zip(*batch(rows=24, repeats=2).values(), strict=True)]
@@ -215,8 +215,8 @@ def test_settings_hold_over_all_calls(changed, monkeypatch):
 
 
 @pytest.mark.parametrize("sharded", ["zero3", "fsdp"])
-def test_processes_that_share_weights_run_in_step(sharded, monkeypatch):
-    """Each forward pass gathers weights, so that the others would wait for one that is not made."""
+def test_processes_that_share_weights_make_equally_many_passes(sharded, monkeypatch):
+    """Each forward pass gathers weights: processes would wait for one that is missing."""
     model = llama()
     if sharded == "zero3":
         monkeypatch.setattr(decoding, "is_deepspeed_zero3_enabled", lambda: True)
@@ -233,7 +233,7 @@ def test_processes_that_share_weights_run_in_step(sharded, monkeypatch):
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="with another BLAS nothing is changed")
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_transposed_head_gives_the_same_logits(bias, monkeypatch):
-    """For up to 8 rows; more, and what is no plain layer, are left alone."""
+    """It is used for up to 8 rows, and only in place of a plain layer."""
     model = llama()
     model.lm_head = torch.nn.Linear(16, 29, bias=bias)
     linear, calls = torch.nn.functional.linear, []
@@ -251,12 +251,12 @@ def test_a_transposed_head_gives_the_same_logits(bias, monkeypatch):
         assert model.lm_head.forward is hook
 
 
-# ---- Draws ----
+# ---- Sampling ----
 
 
 @pytest.mark.slow
-def test_answers_have_their_probability():
-    """Each answer of up to three of five tokens, by χ²: 20,000 rows of two prompts, of which most end early."""
+def test_completions_have_their_probability():
+    """Each completion of up to three of five tokens, by χ²: 20,000 rows of two prompts, most of which end early."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SHAPE | {"vocab_size": 5, "initializer_range": 0.3})).eval()
     rows, temperature, prompts = 10_000, 0.8, torch.tensor([[0, 0, 3], [4, 3, 1]])
@@ -303,7 +303,7 @@ def ends(answer):
 
 
 @pytest.mark.parametrize("vocabulary", [3, 128, 300])
-def test_draw_takes_each_token_with_its_probability(vocabulary):
+def test_each_token_is_sampled_with_its_probability(vocabulary):
     torch.manual_seed(0)
     scores = torch.randn(vocabulary) * 2
     scores[0] = -torch.inf

@@ -1,4 +1,4 @@
-"""Sampling: neutral, whatever the checkpoint says; padded rows as if they were alone; ended by each EOS."""
+"""Sampling ignores the checkpoint's settings, padding changes nothing, and each EOS ends a completion."""
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -28,7 +28,7 @@ SETTINGS = {
 
 
 def tiny_bloom():
-    """Takes no `position_ids`."""
+    """A model that takes no `position_ids`."""
     torch.manual_seed(0)
     return BloomForCausalLM(
         BloomConfig(vocab_size=29, hidden_size=16, n_layer=2, n_head=2, initializer_range=0.5, eos_token_id=2)
@@ -36,7 +36,7 @@ def tiny_bloom():
 
 
 class StrictLlama(LlamaForCausalLM):
-    """As models of remote code may be, which transformers' habits have not reached."""
+    """A model whose `forward` takes few arguments, as remote code may."""
 
     def forward(self, input_ids, attention_mask=None):
         return super().forward(input_ids, attention_mask)
@@ -50,17 +50,17 @@ MODELS = [tiny_llama, tiny_gpt2, tiny_bloom]
 
 
 def adapted(model):
-    return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))  # changes nothing before it is trained
+    return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))  # without effect before it is trained
 
 
 def with_critic(model):
     return ActorCritic(model, tiny_reward_model(model))
 
 
-def test_what_the_checkpoint_says_of_sampling_is_hidden_for_as_long_as_the_block(subtests):
+def test_the_checkpoints_sampling_settings_are_hidden_within_the_block(subtests):
     ids = torch.tensor([[6, 7, 8]] * 16)
 
-    def draw(model):
+    def generated(model):
         torch.manual_seed(0)
         return model.generate(ids, do_sample=True, max_new_tokens=4, top_k=0, pad_token_id=0, eos_token_id=2)
 
@@ -69,13 +69,13 @@ def test_what_the_checkpoint_says_of_sampling_is_hidden_for_as_long_as_the_block
             plain, model = tiny_llama().eval(), tiny_llama().eval()
             model.generation_config.update(**SETTINGS)
             saved, wrapped = model.generation_config, wrap(model)
-            assert not torch.equal(draw(model), draw(plain))
+            assert not torch.equal(generated(model), generated(plain))
             with neutral_generation(wrapped):
-                assert torch.equal(draw(model), draw(plain))
+                assert torch.equal(generated(model), generated(plain))
             assert model.generation_config is saved
 
 
-def test_each_greedy_token_is_the_likeliest_and_padding_changes_nothing(subtests):
+def test_each_greedy_token_is_the_likeliest_one_also_with_padding(subtests):
     for build in MODELS:
         with subtests.test(build=build):
             model = build().eval()
@@ -103,7 +103,7 @@ def test_logprobs_of_padded_rows_are_those_of_each_row_alone(subtests):
                     assert_close(logprobs[row, t], expected[len(prompt) + t - 1, token], rtol=1e-5, atol=1e-5)
 
 
-def test_answers_end_at_each_eos_of_the_checkpoint_and_the_tokenizer(subtests):
+def test_completions_end_at_each_eos_of_the_checkpoint_and_the_tokenizer(subtests):
     for wrap in [lambda model: model, adapted, with_critic]:
         with subtests.test(wrap=wrap):
             model = tiny_llama().eval()
@@ -116,7 +116,7 @@ def test_answers_end_at_each_eos_of_the_checkpoint_and_the_tokenizer(subtests):
                 assert not any(token in ends for ids in answers for token in ids[:-1])
             words = answer_texts(
                 tiny_tokenizer(), [[6, 7, 9], [6, 7]], ends
-            )  # 9 ends the first, though it is a word like any
+            )  # 9 ends the first, though it is an ordinary word
             assert words == ["the a", "the"]
 
 

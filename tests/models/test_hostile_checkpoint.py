@@ -1,4 +1,4 @@
-"""Whatever a checkpoint's generation_config.json says, everyone here samples as from one that says nothing."""
+"""No setting in a checkpoint's generation_config.json changes how our code samples."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from tests.tiny import length_reward, prompts, tiny_config, tiny_llama, tiny_rew
 from trl_ext import PPOTrainer
 from trl_ext.models import ActorCritic, sample
 
-HOSTILE = {  # of each field of `GenerationConfig`, a value that changes what `generate` gives, or breaks it
+HOSTILE = {  # field of `GenerationConfig` -> a value that changes the output of `generate`, or breaks it
     "assistant_confidence_threshold": 0.9,
     "assistant_early_exit": 1,
     "assistant_ensemble_weight": 0.5,
@@ -81,13 +81,13 @@ HOSTILE = {  # of each field of `GenerationConfig`, a value that changes what `g
     "watermarking_config": {"bias": 9.0},
     "a_setting_of_tomorrow": 3,
 }
-# What names tokens of the model rather than how to draw them, and what is bookkeeping
+# Names of tokens and bookkeeping, not settings of sampling
 READ = {"bos_token_id", "eos_token_id", "transformers_version", "_from_model_config"}
 IDS = [[6, 7, 8], [9]] * 8
 
 
 def rollout(model):
-    """As TRL asks for one."""
+    """Generate a rollout as TRL does."""
     asked = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_new_tokens": 8, "pad_token_id": 0}
     torch.manual_seed(0)
     ids, mask = torch.tensor([[0, 0, 9], [6, 7, 8]] * 8), torch.tensor([[0, 0, 1], [1, 1, 1]] * 8)
@@ -98,7 +98,7 @@ def rollout(model):
 
 @pytest.mark.slow
 def test_no_field_of_the_checkpoint_changes_a_sample_or_a_rollout(subtests):
-    """Fields that are new in transformers must be named here; half of them do change a plain `generate`."""
+    """A field that is new in transformers must be added here. Half of the fields do change a plain `generate`."""
     fields = vars(GenerationConfig()).keys()
     assert fields <= HOSTILE.keys() | READ, f"give {sorted(fields - HOSTILE.keys() - READ)} a hostile value"
     model, bites = tiny_llama().eval(), 0
@@ -113,7 +113,7 @@ def test_no_field_of_the_checkpoint_changes_a_sample_or_a_rollout(subtests):
             assert torch.equal(rollout(actor_critic), rolled)
             try:
                 bites += not torch.equal(rollout(model), plain)
-            except Exception:  # of as many kinds as there are fields
+            except Exception:  # so many different outcomes
                 bites += 1
     assert bites > 30
 

@@ -1,4 +1,4 @@
-"""What a run is known by of its models and tokenizers."""
+"""Fingerprints of models and tokenizers."""
 
 from types import SimpleNamespace
 
@@ -9,7 +9,7 @@ from tests.tiny import tiny_tokenizer
 from trl_ext.models.weights import hash_of, hub_identity, path_identity, tokenizer_identity
 
 
-def test_a_model_of_the_hub_is_known_by_name_and_commit(tmp_path, monkeypatch):
+def test_a_model_of_the_hub_is_identified_by_name_and_commit(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     cached = tmp_path / "models--org--base"
     for commit in ("1" * 40, "2" * 40):
@@ -38,7 +38,7 @@ def test_a_chat_template_counts():
     assert tokenizer_identity(other) != tokenizer_identity(tiny_tokenizer())
 
 
-def test_weights_are_known_by_their_names_shapes_and_values():
+def test_weights_are_identified_by_names_shapes_and_values():
     weights = {"a": torch.arange(6.0), "b": torch.zeros(2)}
     others = [
         {"a": weights["a"], "c": weights["b"]},

@@ -1,4 +1,4 @@
-"""The dense LM head against TRL's tiled one: the same numbers, and the one of the two that was promised."""
+"""The dense LM head against TRL's tiled one: the same numbers, and which of the two runs."""
 
 import pytest
 import torch
@@ -74,7 +74,7 @@ def with_head(build, **kwargs):
 
 
 def a_batch():
-    """Rows with padding on both sides, one of them without an answer."""
+    """Rows with padding on both sides, one of them without a completion."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, V, (4, 6 + WIDTH), generator=generator)
     mask = torch.ones_like(ids)
@@ -82,7 +82,7 @@ def a_batch():
         mask[row, :left] = 0
         mask[row, 10 - right :] = 0
     places = mask.clone()
-    places[:, :-WIDTH] = 0  # answers
+    places[:, :-WIDTH] = 0  # completions
     targets = places.flatten().nonzero()[:, 0]
     return {
         "input_ids": ids,
@@ -95,7 +95,7 @@ def a_batch():
 
 
 def which_ran(model, monkeypatch):
-    """Note of each call of TRL's function or ours which it is."""
+    """Record which function computes each head, TRL's or ours."""
     ran = []
     from trl.trainer import utils
 
@@ -180,7 +180,7 @@ def test_the_gradients_of_a_tied_weight_are_added_in_place(name):
 
 
 @torch.no_grad()
-def test_a_model_that_does_not_call_its_head_is_scored_all_the_same():
+def test_a_model_that_does_not_call_its_head_has_logprobs_too():
     class Functional(type(tiny_llama())):
         def forward(self, input_ids, attention_mask=None, use_cache=False, **kwargs):
             states = self.model(input_ids, attention_mask, use_cache=use_cache).last_hidden_state

@@ -1,4 +1,4 @@
-"""Rows behind each other in a forward: the layout, who can be given it, and that nothing else changes."""
+"""Packed rows: the layout, the models that can read it, and that training does not change."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch.nn.attention import varlen
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, Gemma2Config, Lfm2Config, MambaConfig, PreTrainedModel
 
-from tests.ppo.worker import CHECKPOINTING, draw, lora_trainer, make_trainer, rows_of, scripted, weights
+from tests.ppo.worker import CHECKPOINTING, lora_trainer, make_trainer, randomize, rows_of, scripted, weights
 from tests.tiny import tiny_gpt2, tiny_llama, tiny_ppo, tiny_reward_model
 from trl_ext.models.packing import VARLEN, keeps_rows_apart, pack, use_varlen
 from trl_ext.ppo import passes
@@ -17,13 +17,13 @@ SHAPE |= {"num_key_value_heads": 1, "num_hidden_layers": 2, "pad_token_id": 0, "
 
 
 def tiny_gemma2():
-    """Windows of 4 tokens in every other layer, and a softcap."""
+    """Windows of 4 tokens in every second layer, and a softcap."""
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(Gemma2Config(**SHAPE, sliding_window=4, initializer_range=0.2))
 
 
 def tiny_lfm2():
-    """A convolution, which reads on across rows, and an attention layer."""
+    """A convolution, which reads across rows, and an attention layer."""
     torch.manual_seed(0)
     config = Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"], initializer_range=0.2)
     return AutoModelForCausalLM.from_config(config)
@@ -55,7 +55,7 @@ LENGTHS = [(3, 5), (9, 7), (1, 1), (4, 0), (8, 2), (2, 7)]
 )
 @pytest.mark.parametrize("build", [tiny_llama, tiny_gpt2, tiny_gemma2])
 def test_a_packed_row_equals_the_row_alone(build, how):
-    """Log-probs, and the gradient of their sum; garbage in the padding is read by nobody."""
+    """Log-probs and the gradient of their sum; garbage in the padding has no effect."""
     model, (ids, width) = build().double().eval(), padded_rows(LENGTHS)
     packed = pack(ids, LENGTHS, width, **how)
     together = packed.unpack(*said_of(model)(packed))
@@ -86,7 +86,7 @@ def test_the_layout():
 
 
 @pytest.mark.parametrize("build", [tiny_llama, tiny_gpt2, tiny_gemma2, tiny_lfm2])
-def test_a_model_that_reads_on_across_rows_is_found_out(build):
+def test_a_model_that_reads_across_rows_is_detected(build):
     assert keeps_rows_apart(said_of(build().eval()), 26, "cpu") == (build is not tiny_lfm2)
 
 
@@ -94,7 +94,7 @@ def test_a_model_that_reads_on_across_rows_is_found_out(build):
     "build", [tiny_llama, *(pytest.param(build, marks=pytest.mark.slow) for build in (tiny_lfm2, tiny_mamba))]
 )
 def test_training_is_the_same_packed_or_padded(tmp_path, build, capsys):
-    """The same answers, drawn from the same weights; what differs is rounding."""
+    """The same completions from the same weights; only rounding differs."""
 
     def trained(padding_free):
         torch.manual_seed(0)
@@ -108,7 +108,7 @@ def test_training_is_the_same_packed_or_padded(tmp_path, build, capsys):
     assert ("lets packed rows affect each other" in capsys.readouterr().out) == (build is not tiny_llama)
 
 
-# ---- Attention by a kernel that knows where rows begin; a CPU has none, and a loop stands in ----
+# ---- Attention by a kernel that gets the row starts; a CPU has none, so a loop stands in ----
 
 
 def row_by_row(q, k, v, starts, _, longest, __, scale, window_size, enable_gqa):
@@ -127,7 +127,7 @@ def row_by_row(q, k, v, starts, _, longest, __, scale, window_size, enable_gqa):
 
 @pytest.fixture
 def on_cpu(monkeypatch):
-    """Return a list of the models that attend so, whatever their device and dtype."""
+    """Let `varlen_attn` run on a CPU and in float32; return a list of the models that use it."""
     taken = []
 
     def used(module, dtype):
@@ -148,7 +148,7 @@ def test_a_rollout_and_its_update_are_those_of_sdpa(build, checkpointing, on_cpu
     def trained(name):
         more = {"optim": "sgd", "learning_rate": 1.0, "num_ppo_epochs": 1, "pad_to_multiple_of": 32, "max_steps": 2}
         trainer = scripted(build(tmp_path / name, **more, **CHECKPOINTING[checkpointing]))
-        draw(trainer.model)
+        randomize(trainer.model)
         trainer.train()
         return rows_of(trainer), weights(trainer)
 

@@ -1,4 +1,4 @@
-"""QLoRA on a CPU: what is trained does not depend on evaluations in between, whatever the sizes of the layers."""
+"""QLoRA on a CPU: the trained weights do not depend on evaluations in between, for layers of any size."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("what", ["PPO", "DPO"])
 @pytest.mark.parametrize("size", [48, 128])
 def test_an_evaluation_changes_nothing(what, size, tmp_path):
-    """bitsandbytes packs what is evaluated on a CPU with AVX512-BF16; packed, it passes no gradient."""
+    """On a CPU with AVX512-BF16 bitsandbytes packs weights in an evaluation, and packed weights pass no gradient."""
     model = str(tmp_path / "model")
     tiny_llama(hidden_size=size, intermediate_size=2 * size).save_pretrained(model)
     tiny_tokenizer().save_pretrained(model)

@@ -1,4 +1,4 @@
-"""An adapter's folder is a model wherever a path is taken: trainers train it on, tools load it on its base."""
+"""An adapter's folder works wherever a model's path does: trainers train it further, tools load it on its base."""
 
 import json
 import shutil
@@ -36,18 +36,18 @@ def sft(tmp_path_factory):
 
 
 def logprobs(model):
-    """Of one answer."""
+    """The log-probs of one completion."""
     with torch.no_grad():
         return completion_logprobs(model.eval(), [[6, 7, 8]], [[9, 10, 2]])[0]
 
 
-def test_what_is_merged_can_be_trained(sft):
+def test_a_merged_model_can_be_trained(sft):
     merged = load_merged(sft)
     assert_close(logprobs(merged), logprobs(AutoPeftModelForCausalLM.from_pretrained(sft)))
     assert all(weight.requires_grad for weight in merged.parameters())
 
 
-def test_a_model_of_frozen_weights_is_refused(sft, tmp_path):
+def test_a_model_with_frozen_weights_is_refused(sft, tmp_path):
     model = AutoPeftModelForCausalLM.from_pretrained(sft).merge_and_unload()
     tokenizer = load_tokenizer(sft)
     args = DPOConfig(str(tmp_path), **ON_CPU)
@@ -59,8 +59,8 @@ def test_a_model_of_frozen_weights_is_refused(sft, tmp_path):
 
 
 @pytest.mark.slow
-def test_ppo_goes_on_from_the_sft_policy_which_is_the_reference(sft, tmp_path, capsys, caplog):
-    """As policy, reference, critic's start and reward model, on one base; resumes; plain PEFT loads what is saved."""
+def test_ppo_starts_from_an_sft_adapter_which_is_the_reference(sft, tmp_path, capsys, caplog):
+    """Policy, reference, critic and reward model share one base; it resumes; plain PEFT loads the saved adapters."""
     expected = logprobs(AutoPeftModelForCausalLM.from_pretrained(sft))
     base = sft.replace("c-sft", "base")
     assert (logprobs(AutoModelForCausalLM.from_pretrained(base)) - expected).abs().max() > 0.1
@@ -77,7 +77,7 @@ def test_ppo_goes_on_from_the_sft_policy_which_is_the_reference(sft, tmp_path, c
     assert {*policy.peft_config} == {"default", "ref", "critic"} and first.ref_model is None
     with first.model.adapters.use("ref"):
         assert_close(logprobs(policy), expected)
-    # One base, whatever is on it: its weights are there once
+    # One base: its weights exist once
     held = sum(p.numel() for n, p in first.model.named_parameters() if "lora_" not in n and "score" not in n)
     assert held == sum(p.numel() for p in tiny_llama().parameters())
     first.train()
@@ -96,7 +96,7 @@ def test_ppo_goes_on_from_the_sft_policy_which_is_the_reference(sft, tmp_path, c
 
 
 @pytest.mark.slow
-def test_each_other_stage_trains_the_adapter_on(sft, tmp_path, subtests):
+def test_each_other_stage_trains_the_adapter_further(sft, tmp_path, subtests):
     one = {**ON_CPU, "max_steps": 1, "per_device_train_batch_size": 2, "record_run": False, "learning_rate": 1e-2}
     before = load_file(f"{sft}/adapter_model.safetensors")
     texts = Dataset.from_dict({"prompt": ["the cat"] * 4, "completion": [" sat on"] * 4})
@@ -109,7 +109,7 @@ def test_each_other_stage_trains_the_adapter_on(sft, tmp_path, subtests):
         with subtests.test(name):
             trainer = make(str(tmp_path / name))
             start = {n.replace(".default", ""): p.detach().clone() for n, p in trainer.model.named_parameters()}
-            for key, weight in before.items():  # also the reward model begins with what SFT has learned
+            for key, weight in before.items():  # also the reward model starts from SFT's adapter
                 assert_close(start[key], weight)
             trainer.train()
             trainer.save_model()
@@ -147,7 +147,7 @@ def test_a_reward_model_is_no_policy(tmp_path):
         load_model(str(tmp_path))
 
 
-def test_tools_load_it_with_the_tokenizer_of_its_base(sft):
+def test_tools_load_an_adapter_with_the_tokenizer_of_its_base(sft):
     assert_close(logprobs(load_model(sft)), logprobs(AutoPeftModelForCausalLM.from_pretrained(sft)))
     assert load_tokenizer(sft).get_vocab() == tiny_tokenizer().get_vocab()
 
@@ -159,7 +159,7 @@ def changed(sft, folder, **config):
     return str(folder)
 
 
-def test_what_would_train_wrongly_is_refused(sft, tmp_path, subtests):
+def test_adapters_that_would_train_wrongly_are_refused(sft, tmp_path, subtests):
     args = tiny_config(tmp_path / "out")
     wide = get_peft_model(AutoModelForCausalLM.from_pretrained(sft.replace("c-sft", "base")), LoraConfig(**LORA))
     wide.resize_token_embeddings(40)

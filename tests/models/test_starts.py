@@ -1,4 +1,4 @@
-"""A chat template whose turns end by another token than EOS, and a pad token without an embedding, are said."""
+"""A chat template whose turns do not end by EOS is reported, a pad token without an embedding is refused."""
 
 import warnings
 
@@ -33,24 +33,24 @@ def ppo(folder, tokenizer, rows, **settings):
     return make_trainer(folder, model=tiny_llama(vocab_size=len(tokenizer) + 2), trainer_kwargs=kwargs, **settings)
 
 
-@pytest.mark.parametrize("build, mended", [(sft, {"eos_token": "<im_end>"}), (ppo, {"stop_token_id": None})])
-def test_a_turn_that_ends_by_another_token_than_an_answer_is_said_with_the_setting(build, mended, tmp_path):
+@pytest.mark.parametrize("build, fixed", [(sft, {"eos_token": "<im_end>"}), (ppo, {"stop_token_id": None})])
+def test_a_turn_end_other_than_eos_is_reported_with_the_setting(build, fixed, tmp_path):
     chat = [{"prompt": [USER], "completion": [ANSWER]}] * 16
     with pytest.warns(UserWarning, match="ends the assistant's turn by '<im_end>'") as said:
         build(tmp_path, chat_tokenizer("<im_end>"), chat)
     end = chat_tokenizer("<im_end>").convert_tokens_to_ids("<im_end>")
     setting = f"stop_token_id: {end}" if build is ppo else "eos_token: '<im_end>'"
     assert any(f"Set `{setting}`" in str(each.message) for each in said)
-    mended = {"stop_token_id": end} if build is ppo else mended
+    fixed = {"stop_token_id": end} if build is ppo else fixed
     text = [{"prompt": "the cat", "completion": " a dog"}] * 16
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="The chat template ends")
-        build(tmp_path, chat_tokenizer("<im_end>"), chat, **mended)
+        build(tmp_path, chat_tokenizer("<im_end>"), chat, **fixed)
         build(tmp_path, chat_tokenizer("</s>"), chat)
         build(tmp_path, chat_tokenizer("<im_end>"), text)
 
 
-def test_a_critic_that_could_not_be_loaded_is_not_trained(tmp_path):
+def test_a_critic_that_could_not_be_loaded_again_is_refused(tmp_path):
     tokenizer = tiny_tokenizer(pad=False)
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     args = CriticConfig(str(tmp_path), **ON_CPU)
@@ -70,7 +70,7 @@ def test_ppo_refuses_a_pad_token_without_an_embedding(lacking, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["sft", "reward"])
-def test_a_pad_token_without_an_embedding_is_refused_and_another_one_mends_it(kind, tmp_path):
+def test_another_pad_token_replaces_one_without_an_embedding(kind, tmp_path):
     row = {"prompt": "the cat", "completion": " a dog"} if kind == "sft" else {"chosen": "the cat", "rejected": " a"}
     rows = Dataset.from_list([row] * 8)
 

@@ -1,4 +1,4 @@
-"""Runs of PPO on an environment, for tests in processes of their own."""
+"""Runs of PPO on an environment, for tests that need separate processes."""
 
 import os
 import random
@@ -17,7 +17,7 @@ from trl_ext.runs.checkpoints import checkpoint_to_resume
 
 
 class Slippery(Counter):
-    """Adds another number now and then, by a generator that `reset` does not seed."""
+    """Sometimes adds another number, by a generator that `reset` does not seed."""
 
     def __init__(self):
         self._random = random.Random(0)
@@ -45,7 +45,7 @@ class Kept(Slippery):
 
 
 def player(history):
-    """Add a number that is drawn at random, up to four times."""
+    """Add a random number, up to four times."""
     if history.count("The sum is") == 4 or torch.rand(()) < 0.2:
         return "Done.<|im_end|>"
     return call("add", number=int(torch.randint(3, ())))
@@ -77,7 +77,7 @@ def make(folder, environment=Kept, callbacks=None, policy=None, **config):
 
 
 def run(folder, kill):
-    """Go on with the run in this folder, until it is killed after a step or ends."""
+    """Start or resume the run in this folder, until it is killed after a step or ends."""
     trainer = make(folder, callbacks=[KillAfter(kill)] if kill else None)
     trainer.train(resume_from_checkpoint=checkpoint_to_resume(trainer.args))
     torch.save(trainer.model.state_dict(), folder / "end.pt")
@@ -86,7 +86,7 @@ def run(folder, kill):
 if __name__ == "__main__":
     spare_time()
     match sys.argv[1:]:
-        case ["killed", folder]:  # each run in a fork, since to import takes longer
+        case ["killed", folder]:  # each run in a fork, since imports take longer
             for name, kill in (("whole", 0), ("killed", 5), ("killed", 0)):
                 if not (child := os.fork()):
                     run(Path(folder, name), kill)

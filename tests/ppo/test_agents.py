@@ -1,4 +1,4 @@
-"""PPO on tools and environments: what is the policy's, what the environment's, and what each of them may do wrong."""
+"""PPO with tools and environments: which tokens are the policy's, and mistakes of policies, tools and environments."""
 
 import itertools
 import json
@@ -46,21 +46,21 @@ def rolled_out(trainer, rows=8):
 
 
 @pytest.mark.slow
-def test_only_what_the_policy_drew_is_the_policys(tmp_path):
+def test_only_sampled_tokens_are_the_policys(tmp_path):
     trainer = make(tmp_path, counts)
     rollout = rolled_out(trainer)
     tokenizer = trainer.processing_class
     for row in range(8):
         target = row % 3
-        drawn = tokenizer.decode(rollout.completion_ids[row][rollout.mask[row].bool()])
-        assert drawn == call("add", number=1) * target + "Done." + IM_END
+        sampled = tokenizer.decode(rollout.completion_ids[row][rollout.mask[row].bool()])
+        assert sampled == call("add", number=1) * target + "Done." + IM_END
         said = tokenizer.decode(rollout.completion_ids[row][(rollout.completion_mask[row] - rollout.mask[row]).bool()])
         assert said.count("The sum is") == target and "tool_call" not in said
-        assert rollout.lengths[row] == len(tokenizer(drawn)["input_ids"]) and rollout.ended[row]
+        assert rollout.lengths[row] == len(tokenizer(sampled)["input_ids"]) and rollout.ended[row]
         ends = [
             t for t in range(400) if rollout.mask[row, t : t + 1].any() and not rollout.mask[row, t + 1 : t + 2].any()
         ]
-        # a reward of 1 for each step, at the end of the turn that made it
+        # a reward of 1 for each step, at the end of its turn
         assert rollout.token_scores[row].nonzero().flatten().tolist() == ends[:-1]
         assert rollout.scores[row] == target + 1  # and 1 for the end
     assert trainer.reward_func_names == ["SteppedCounter", "SteppedCounter._step_reward"]
@@ -75,8 +75,8 @@ def test_rewards_of_steps_alone_are_enough(tmp_path):
     assert rollout.scores.tolist() == [row % 3 for row in range(8)]
 
 
-def test_a_step_is_that_of_each_row_alone_without_the_observations(tmp_path):
-    """Advantages and returns of a rollout with holes: GAE of each row's own tokens, put back where they were."""
+def test_advantages_skip_the_observations(tmp_path):
+    """GAE of each row's sampled tokens alone gives the advantages and returns at these tokens."""
     trainer = make(tmp_path, counts, baseline="critic", kl_coef=0.1, gamma=0.95, lam=0.8, normalize_advantages=False)
     rollout = rolled_out(trainer)
     rewards = trainer.token_rewards(rollout, rollout.scores, rollout.k1)
@@ -101,8 +101,8 @@ def test_turns_and_returns_are_logged(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_a_policy_calls_a_tool_with_is_recorded_and_stops_no_run(tmp_path):
-    """Arguments of two types under one name, none at all, and a list: TRL's table and its print take objects alone."""
+def test_odd_arguments_of_a_tool_call_are_recorded_and_stop_no_run(tmp_path):
+    """Arguments of two types under one name, no arguments, and a list: TRL's table and print take only objects."""
 
     def player(history):
         if "<tool_response>" in history:
@@ -155,8 +155,8 @@ def test_a_class_for_grpo_runs_here_unchanged(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_cut_is_no_end(tmp_path):
-    """Out of turns, out of tokens: nobody has answered the last call."""
+def test_a_truncated_episode_has_not_finished(tmp_path):
+    """Without turns or tokens left, the last call has no answer."""
     endless = lambda history: call("add", number=1)  # noqa: E731
     turns = rolled_out(make(tmp_path / "turns", endless, max_tool_calling_iterations=2))
     assert not turns.ended.any() and turns.mask.sum(1).unique().tolist() == [3 * 48]
@@ -220,7 +220,7 @@ def test_tools_environments_by_name_and_rewards_beside_them(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_a_tool_does_wrong_is_told_to_the_model(tmp_path):
+def test_errors_of_a_tool_are_sent_to_the_model(tmp_path):
     def player(history):
         if "<tool_response>" in history:
             return "Done." + IM_END
@@ -272,7 +272,7 @@ def test_what_a_tool_does_wrong_is_told_to_the_model(tmp_path):
     assert rollout.valid.all()
 
 
-def test_in_a_thread_a_tool_s_own_timeout_is_not_called_the_limit():
+def test_in_a_thread_a_tools_own_timeout_is_not_reported_as_the_limit():
     def refused():
         raise TimeoutError("the socket")
 
@@ -286,7 +286,7 @@ def test_in_a_thread_a_tool_s_own_timeout_is_not_called_the_limit():
 
 
 def test_at_turn_level_advantages_are_whitened_over_turns(tmp_path):
-    """Each turn counts once in the loss, so their mean is 0 over turns, not over tokens."""
+    """Each turn counts once in the loss, so the mean is 0 over turns, not over tokens."""
     trainer = make(tmp_path, counts, gae_level="turn", normalize_advantages=True, lam_alpha=0.5)
     rollout = rolled_out(trainer)
     torch.manual_seed(0)
@@ -297,7 +297,7 @@ def test_at_turn_level_advantages_are_whitened_over_turns(tmp_path):
     assert_close(advantages[starts].var(), torch.tensor(1.0), rtol=1e-4, atol=0)
 
 
-def test_turn_gae_takes_a_turn_for_one_action():
+def test_at_turn_level_a_turn_is_one_action():
     generator = torch.Generator().manual_seed(0)
     rewards, values = (torch.randn(40, 12, generator=generator, dtype=torch.float64) for _ in range(2))
     mask = torch.rand(40, 12, generator=generator) < 0.6
@@ -320,10 +320,10 @@ def test_turn_gae_takes_a_turn_for_one_action():
     assert not advantages[~mask].any()
 
 
-def test_where_all_generate_together_each_draws_as_often_as_the_one_with_most_rows(tmp_path, monkeypatch):
-    """Sharded weights: else the others wait for a `generate` that this process does not call."""
+def test_with_sharded_weights_processes_generate_equally_often(tmp_path, monkeypatch):
+    """Else the others wait for a `generate` that this process does not call."""
     trainer = make_worker(tmp_path, local_rollout_forward_batch_size=2)
-    del trainer._generate_completions  # the policy draws
+    del trainer._generate_completions  # the policy samples
     generate, sizes = GRPOTrainer._generate_single_turn, []
 
     def counted(self, prompt_ids, *args):
@@ -336,7 +336,7 @@ def test_where_all_generate_together_each_draws_as_often_as_the_one_with_most_ro
     prompts = [[9, 10], [9], [11]]
     answers, _ = trainer._generate_completions(prompts, None, {}, 1)
     assert sizes == [2, 1, 1] and len(answers) == 3
-    # From vLLM, TRL gives each process as many of all answers as it has prompts
+    # With vLLM, TRL gives each process as many of the completions as it has prompts
     monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", lambda self, ids, *_: (ids, [[0.0]] * len(ids)))
     trainer.use_vllm, trainer.vllm_mode = True, "server"
     trainer._vllm_server = SimpleNamespace(answered=lambda all: all if len(all[0]) == 5 else 0)
@@ -344,8 +344,8 @@ def test_where_all_generate_together_each_draws_as_often_as_the_one_with_most_ro
 
 
 @pytest.mark.slow
-def test_killed_and_gone_on_with_it_is_the_same_run(tmp_path):
-    """Also in the middle of a rollout, and with an environment that draws by a generator of its own."""
+def test_a_killed_and_resumed_run_has_the_same_bits(tmp_path):
+    """Also if it is killed in mid-rollout, and with an environment that has a generator of its own."""
     command = [sys.executable, "-m", "tests.ppo.agent_worker", "killed", str(tmp_path)]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=240)
     ended = [line for line in done.stdout.splitlines() if line.startswith(("whole ", "killed "))]
@@ -355,7 +355,7 @@ def test_killed_and_gone_on_with_it_is_the_same_run(tmp_path):
 
 
 @pytest.mark.slow
-def test_evaluation_leaves_the_environments_of_the_training_alone(tmp_path):
+def test_evaluation_does_not_change_the_training_environments(tmp_path):
     ends = []
     for strategy in ("no", "steps"):
         config = {"eval_strategy": strategy, "eval_steps": 1, "save_strategy": "no"}
@@ -368,7 +368,7 @@ def test_evaluation_leaves_the_environments_of_the_training_alone(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_state_that_cannot_be_kept_is_refused(tmp_path):
+def test_a_state_that_cannot_be_saved_is_refused(tmp_path):
     class Odd(Kept):
         def _state_dict(self):
             return {"self": object()}
@@ -380,7 +380,7 @@ def test_a_state_that_cannot_be_kept_is_refused(tmp_path):
         make_worker(tmp_path, Odd).train()
 
 
-def test_a_rollout_function_says_what_is_the_policys(tmp_path):
+def test_a_rollout_function_marks_the_policys_tokens(tmp_path):
     tokenizer = byte_tokenizer()
 
     def rollout(prompts, trainer):
@@ -403,5 +403,5 @@ def test_a_rollout_function_says_what_is_the_policys(tmp_path):
     rollout = rolled_out(trainer)
     assert tokenizer.decode(rollout.completion_ids[0][rollout.mask[0].bool()]) == "left.right." + IM_END
     assert rollout.scores.tolist() == [2.0] * 8 and (rollout.sampler_logprobs[rollout.mask.bool()] == -5).all()
-    assert trainer.args.importance_correction == "token_truncate"  # another one draws
+    assert trainer.args.importance_correction == "token_truncate"  # another engine samples
     trainer.train()

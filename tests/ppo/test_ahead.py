@@ -1,4 +1,4 @@
-"""A vLLM server generates the next rollout during training: with which weights, and how such a run is resumed."""
+"""A vLLM server generates the next rollout during training: its weights, and resuming."""
 
 import threading
 import time
@@ -19,7 +19,7 @@ TIMEOUT = 60
 
 
 class BeforeRollouts(TrainerCallback):
-    """Keeps the policy as it was before each rollout was trained on."""
+    """Keeps the policy's weights from before each rollout's updates."""
 
     def __init__(self, trainer, steps=4):
         self.trainer, self.steps, self.seen = trainer, steps, []
@@ -40,7 +40,7 @@ def on_server(tmp_path, server, **config):
 
 
 def sampled_from(trainer, resume=None, model=None, tolerance=1e-5):
-    """Train, and return for each rollout the number of the rollout before which the weights that drew it were seen."""
+    """Train, and return for each rollout the number of the rollout whose initial weights sampled it."""
     rollouts, before, model = collected(trainer), BeforeRollouts(trainer), model or tiny_llama()
     trainer.add_callback(before)
     trainer.train(resume_from_checkpoint=resume)
@@ -61,14 +61,14 @@ def sampled_from(trainer, resume=None, model=None, tolerance=1e-5):
     return versions
 
 
-def test_a_server_draws_while_the_rollout_before_is_trained_on(monkeypatch, tmp_path):
-    """And it gets no weights while it draws, neither before a rollout nor before an evaluation."""
+def test_a_server_generates_while_the_last_rollout_is_trained_on(monkeypatch, tmp_path):
+    """It gets no weights meanwhile, neither before a rollout nor before an evaluation."""
     goes_on, started, drawing, together, waits = threading.Event(), [], [], [], []
 
     class Trained(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 2:
-                goes_on.set()  # the second rollout was asked for, and not waited for
+                goes_on.set()  # the second rollout was requested, and training does not wait
 
     with serving(tiny_llama(seed=5), monkeypatch) as server:
         say = server.say
@@ -80,11 +80,11 @@ def test_a_server_draws_while_the_rollout_before_is_trained_on(monkeypatch, tmp_
                 return say(path, body)
             started.append(path)
             drawing.append(path)
-            second = trainer._ahead.pending.get(1)  # it and the first are asked for at once, and may come in any order
+            second = trainer._ahead.pending.get(1)  # both are requested at once, and may come in any order
             if second and second.prompts[0] == body["prompt"][0]:
                 waits.append(goes_on.wait(TIMEOUT))
             if len(started) == 3:
-                time.sleep(1.0)  # meanwhile an evaluation begins
+                time.sleep(1.0)  # an evaluation begins meanwhile
             answer = say(path, body)
             drawing.pop()
             return answer
@@ -97,7 +97,7 @@ def test_a_server_draws_while_the_rollout_before_is_trained_on(monkeypatch, tmp_
     assert not together and waits == [True]
 
 
-def test_a_run_whose_server_went_away_resumes_with_the_weights_it_has(monkeypatch, tmp_path):
+def test_a_run_resumes_after_its_server_went_away(monkeypatch, tmp_path):
     with serving(tiny_llama(seed=5), monkeypatch) as server:
         trainer = on_server(tmp_path, server)
         server.during = after(3, "/v1/completions", server.stop)
@@ -109,7 +109,7 @@ def test_a_run_whose_server_went_away_resumes_with_the_weights_it_has(monkeypatc
         assert sampled_from(trainer, resume=checkpoint_to_resume(trainer.args)) == [0]
 
 
-def test_other_prompts_than_those_that_were_drawn_for_are_refused(monkeypatch, tmp_path):
+def test_a_rollout_of_other_prompts_is_refused(monkeypatch, tmp_path):
     with serving(tiny_llama(seed=5), monkeypatch) as server:
         trainer = on_server(tmp_path, server)
         get_dataloader = trainer.get_train_dataloader

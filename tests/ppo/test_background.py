@@ -1,4 +1,4 @@
-"""Rewards whose time goes by elsewhere: started when generation ends, awaited after the passes, with equal results."""
+"""Rewards in the background: started when generation ends, awaited after our passes, with the same results."""
 
 import asyncio
 
@@ -9,8 +9,8 @@ from tests.ppo.worker import make_trainer, weights, without_clock
 from tests.tiny import length_reward, prompts
 
 
-class Noting:
-    """Scores lengths, logs something, and keeps what it was called with."""
+class Recorded:
+    """Scores lengths, logs a column and a metric, and keeps its arguments."""
 
     def __init__(self, in_background):
         self.in_background = in_background
@@ -25,8 +25,8 @@ class Noting:
         return [None if score == 3.0 else score for score in scores]
 
 
-class NotingAsync(Noting):
-    async def __call__(self, completions, **kwargs):  # what is async needs no attribute
+class RecordedAsync(Recorded):
+    async def __call__(self, completions, **kwargs):  # an async function needs no attribute
         await asyncio.sleep(0)
         return super().__call__(completions, **kwargs)
 
@@ -51,8 +51,8 @@ def end_of(tmp_path, reward):
 
 
 @pytest.mark.slow
-def test_the_background_changes_nothing_but_the_time(tmp_path):
-    rewards = [Noting(in_background=False), Noting(in_background=True), NotingAsync(in_background=False)]
+def test_a_background_reward_changes_only_the_time(tmp_path):
+    rewards = [Recorded(in_background=False), Recorded(in_background=True), RecordedAsync(in_background=False)]
     (here, logs, _), *others = [end_of(tmp_path, reward) for reward in rewards]
     for there, their_logs, trainer in others:
         torch.testing.assert_close(there, here, rtol=0, atol=0)
@@ -69,10 +69,10 @@ def test_the_background_changes_nothing_but_the_time(tmp_path):
     assert call["finished"] == [ids[-1] == 2 for ids in call["completion_ids"]]
 
 
-def test_what_fails_in_the_background_is_named_and_leaves_nothing_behind(tmp_path):
+def test_an_error_in_the_background_is_named_and_no_call_is_left(tmp_path):
     calls = []
 
-    class Failing(Noting):
+    class Failing(Recorded):
         def __call__(self, completions, **kwargs):
             calls.append(completions)
             if len(calls) == 1:
@@ -84,7 +84,7 @@ def test_what_fails_in_the_background_is_named_and_leaves_nothing_behind(tmp_pat
         trainer.train()
 
     passes, trainer._passes = trainer._passes, lambda *args, **kwargs: 1 / 0
-    with pytest.raises(ZeroDivisionError):  # the second call is never asked for its scores
+    with pytest.raises(ZeroDivisionError):  # nothing waits for the scores of the second call
         trainer.train()
     trainer._passes = passes
     trainer.train()

@@ -1,4 +1,4 @@
-"""Bad input: a clear error before anything is lost. (Several processes: test_distributed.py.)"""
+"""Bad input raises a clear error before work is lost. (Several processes: test_distributed.py.)"""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.ppo.worker import collected, rows_of
 from tests.tiny import WORDS, length_reward, prompts, tiny_llama, tiny_ppo, tiny_reward_model, tiny_tokenizer
 from trl_ext.rewards.model import ModelReward
 
-# ---- What would train wrongly or fail late ----
+# ---- Input that would train wrongly or fail late ----
 
 
 def gold(completions, answer, **kwargs):
@@ -47,7 +47,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("wrong", "message"), WRONG, ids=[message[:40] for _, message in WRONG])
-def test_what_would_train_wrongly_or_fail_late_is_refused_at_once(tmp_path, wrong, message):
+def test_input_that_would_train_wrongly_or_fail_late_is_refused_at_once(tmp_path, wrong, message):
     with pytest.raises(ValueError, match=message):
         tiny_ppo(tmp_path, **wrong)
 
@@ -75,7 +75,7 @@ def test_a_reward_model_without_a_head_is_refused(tmp_path, what):
         if what == "ModelReward":
             ModelReward(path)
         tiny_ppo(tmp_path, reward_funcs=path)
-    if what == "a path":  # whoever passes an object knows what it is
+    if what == "a path":  # an object is taken as it is
         tiny_ppo(tmp_path, reward_funcs=AutoModelForSequenceClassification.from_pretrained(path, num_labels=1))
         tiny_reward_model(tiny_llama()).save_pretrained(path)
         assert tiny_ppo(tmp_path, reward_funcs=path).reward_func_names == ["sft"]
@@ -83,12 +83,12 @@ def test_a_reward_model_without_a_head_is_refused(tmp_path, what):
 
 @pytest.mark.parametrize("pad", ["is EOS", "is missing"])
 def test_pad_tokens(tmp_path, pad):
-    """Both work: padding is told from EOS by the masks, so an EOS that was drawn is trained on, and counted."""
+    """Both work: the masks distinguish padding from EOS, so a sampled EOS is trained on and counted."""
     tokenizer = tiny_tokenizer(pad=False)
     if pad == "is EOS":
         tokenizer.pad_token = tokenizer.eos_token
     model = tiny_llama(pad_token_id=None)
-    model.lm_head.weight.data[2] *= 3  # EOS is drawn often
+    model.lm_head.weight.data[2] *= 3  # so that EOS is frequent
     reward = tiny_reward_model(tiny_llama())
     trainer = tiny_ppo(tmp_path, model=model, reward_funcs=[reward, length_reward], processing_class=tokenizer)
     rollouts = collected(trainer)
@@ -103,7 +103,7 @@ def test_pad_tokens(tmp_path, pad):
     assert ended > 0
     assert trainer.state.log_history[0]["val/num_eos_tokens"] == ended
 
-    # a reward model scores each row as it does the row alone; RewardTrainer sets its pad token to EOS, too
+    # a reward model scores each row as the row alone; RewardTrainer also sets its pad token to EOS
     scoring = trainer.reward_funcs[0].function.score.args[0]
     for i in range(len(rows["loss_mask"])):
         row = torch.cat([rows[f"{part}_ids"][i][rows[f"{part}_mask"][i].bool()] for part in ("prompt", "completion")])
@@ -141,4 +141,4 @@ def test_a_gradient_that_is_not_finite_stops_before_the_step(tmp_path, role, max
     for name, part in saved.items():
         want = {key.removeprefix(f"{name}."): value for key, value in good.items() if key.startswith(f"{name}.")}
         torch.testing.assert_close(part.state_dict(), want, rtol=0, atol=0)
-    tiny_ppo(tmp_path / "again", model=saved["policy"], value_model=saved["critic"]).train()  # they are of use
+    tiny_ppo(tmp_path / "again", model=saved["policy"], value_model=saved["critic"]).train()  # they are finite

@@ -1,4 +1,4 @@
-"""What returns are compared with in training: the critic, the mean return, or both."""
+"""The baseline in training: the critic, the leave-one-out mean, or the gated baseline."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ PLAIN = {"normalize_advantages": False, "gamma": 0.97, "max_steps": 8, "learning
 
 
 @pytest.mark.parametrize("generations", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_a_mean_is_taken_off_and_there_is_no_critic(tmp_path, generations):
+def test_the_mean_is_subtracted_and_there_is_no_critic(tmp_path, generations):
     trainer = make_trainer(tmp_path, baseline="mean", num_generations=generations, **PLAIN)
     rollouts = recorded(trainer)
     assert len(rollouts) > 1
@@ -45,7 +45,7 @@ def test_a_mean_is_taken_off_and_there_is_no_critic(tmp_path, generations):
 
 
 @pytest.mark.slow
-def test_the_gate_weighs_the_critic_by_the_rollouts_before_it_is_fitted_to_them(tmp_path):
+def test_the_gate_weighs_the_critic_before_it_is_fitted(tmp_path):
     trainer = make_trainer(tmp_path, baseline="gated", lam=0.9, critic_learning_rate=3e-2, **PLAIN | {"max_steps": 16})
     torch.nn.init.normal_(trainer.model.critic.score.weight, generator=torch.Generator().manual_seed(3))
     products, weights = torch.zeros(2, dtype=torch.float64), []
@@ -62,7 +62,7 @@ def test_the_gate_weighs_the_critic_by_the_rollouts_before_it_is_fitted_to_them(
     assert 0 < min(weights[1:]) < max(weights[1:]) < 1
 
 
-def test_a_gated_critic_that_knows_nothing_leaves_no_constant_in_the_advantages(tmp_path):
+def test_a_random_gated_critic_leaves_no_constant_in_the_advantages(tmp_path):
     def reward(completions, **kwargs):
         return [100.0 + len(completion) % 3 for completion in completions]
 

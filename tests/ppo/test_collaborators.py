@@ -1,4 +1,4 @@
-"""The objects that PPOTrainer hands over to, without a trainer."""
+"""The classes that PPOTrainer uses, without a trainer."""
 
 from unittest.mock import Mock
 
@@ -31,7 +31,7 @@ def no_rewards():
 # ---- The coefficient of the KL penalty ----
 
 
-def test_the_adaptive_controller_follows_its_rule_and_goes_on_from_its_state(tmp_path):
+def test_the_adaptive_controller_follows_its_rule_and_restores_its_state(tmp_path):
     """β ← β · (1 + clip(KL / target − 1, ±0.2) · n / horizon), with 6 nats for 5 and 100 of 1,000 episodes."""
     args = tiny_config(
         tmp_path, kl_controller="adaptive", kl_coef=0.1, kl_target=5.0, kl_horizon=1000, kl_coef_max=0.11
@@ -42,16 +42,16 @@ def test_the_adaptive_controller_follows_its_rule_and_goes_on_from_its_state(tmp
     again = KLController(args)
     again.load_state_dict(controller.state_dict())
     again.scale(2.0)
-    assert again.kl_coef == 0.11  # bounded
+    assert again.kl_coef == 0.11  # at its bound
     fixed = KLController(tiny_config(tmp_path, kl_coef=0.1))
     fixed.update(60.0, 100)
     assert fixed.kl_coef == 0.1
 
 
-# ---- Who is who ----
+# ---- Roles ----
 
 
-def test_a_critic_is_a_copy_of_the_reward_model_that_fits_or_has_a_zero_head(accelerator):
+def test_a_critic_is_a_copy_of_a_fitting_reward_model_or_has_a_zero_head(accelerator):
     policy, tokenizer = tiny_llama(), tiny_tokenizer()
     reward, foreign = tiny_reward_model(policy), tiny_reward_model(tiny_gpt2(vocab_size=99))
     tokenizers = [tiny_tokenizer(words=["other"]), tiny_tokenizer(words=WORDS[::-1]), tokenizer]
@@ -60,13 +60,13 @@ def test_a_critic_is_a_copy_of_the_reward_model_that_fits_or_has_a_zero_head(acc
     assert origin == "a copy of reward model 'b'" and actor_critic.critic is not reward
     torch.testing.assert_close(actor_critic.critic.state_dict(), reward.state_dict(), rtol=0, atol=0)
     places = [{p.data_ptr() for p in model.parameters()} for model in (actor_critic.critic, reward)]
-    assert places[0].isdisjoint(places[1])  # so training one leaves the other
+    assert places[0].isdisjoint(places[1])  # so training one does not change the other
     actor_critic, origin = make_actor_critic(loader(policy, accelerator), no_rewards(), {}, None, None)
     ids = torch.tensor([[6, 7, 8]])
     assert "zero head" in origin and not actor_critic.state_values(ids, torch.ones_like(ids)).any()
 
 
-def test_with_an_adapter_the_critic_is_another_one_on_the_same_base_unless_it_is_given(accelerator):
+def test_with_an_adapter_the_critic_is_another_one_on_the_same_base(accelerator):
     def policy():
         config = LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=["q_proj"])
         return get_peft_model(tiny_llama(), config)
@@ -83,9 +83,9 @@ def test_with_an_adapter_the_critic_is_another_one_on_the_same_base_unless_it_is
 
 
 @pytest.mark.parametrize("is_bug", [False, True])
-def test_mistakes_are_raised_together_and_a_failed_reward_is_told_from_a_bug(is_bug):
+def test_errors_are_raised_together_and_a_failed_reward_has_its_own_class(is_bug):
     deferred = DeferredErrors()
-    deferred.raise_everywhere(3)  # there are none
+    deferred.raise_everywhere(3)  # there are no errors
     errors = [RewardFailed("status 503"), *[KeyError("x")] * is_bug]
     for error in errors:
         CheckedReward(Mock(side_effect=error), "far", deferred)(prompts=[""], completion_ids=[[1]])

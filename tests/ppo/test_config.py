@@ -1,4 +1,4 @@
-"""`PPOConfig`: every option of GRPO and of TRL 1.12's PPO is honoured or refused, none is silently ignored."""
+"""`PPOConfig` honours or refuses every option of GRPO and of TRL 1.12's PPO."""
 
 import dataclasses
 import math
@@ -12,8 +12,8 @@ from trl_ext.functional import LAM_SCHEDULES
 from trl_ext.ppo.config import REFUSED
 from trl_ext.runs.settings import rules_of
 
-# Fields of GRPOConfig that do here what their documentation says, or that GRPOConfig itself refuses. A new upstream
-# field is in neither table and fails the test until somebody decides.
+# Fields of GRPOConfig that work as documented, or that GRPOConfig itself refuses. A new upstream
+# field is in neither table and fails the test until it gets an entry.
 HONOURED = """
     accelerator_config activation_checkpointing activation_checkpointing_kwargs adam_beta1 adam_beta2 adam_epsilon
     auto_find_batch_size bf16 cache_implementation chat_template_kwargs data_seed dataloader_in_order
@@ -48,7 +48,7 @@ def config(tmp_path, **kwargs):
 
 
 def test_every_field_of_grpo_is_honoured_or_refused():
-    """A field that is new upstream fails here, so that none is ignored in silence."""
+    """So no field that is new upstream is ignored in silence."""
     upstream, honoured = {f.name for f in dataclasses.fields(GRPOConfig)}, {*HONOURED.split()}
     assert honoured | REFUSED.keys() == upstream and not honoured & REFUSED.keys()
     ours = {f.name for f in dataclasses.fields(PPOConfig)} - upstream
@@ -90,7 +90,7 @@ def test_copies_of_a_config_are_equal_and_may_change(tmp_path):
 def test_batch_arithmetic(subtests, tmp_path):
     for per_device, accumulation, mini_batches, epochs, episodes, steps in [
         (4, 1, 1, 1, 12, 3),
-        (4, 1, 2, 2, 16, 8),  # two rollouts of 8 episodes, 2 minibatches, passed over twice
+        (4, 1, 2, 2, 16, 8),  # two rollouts of 8 episodes in 2 minibatches, two PPO epochs
         (4, 1, 2, 2, 17, 12),  # rounded up to full rollouts
         (2, 3, 4, 5, 48, 40),
         (1, 8, 1, 4, 1, 4),
@@ -106,12 +106,12 @@ def test_batch_arithmetic(subtests, tmp_path):
             )
             assert args.mini_batch_size == per_device * accumulation
             assert args.batch_size == per_device * accumulation * mini_batches
-            assert args.generation_batch_size == args.batch_size  # what TRL generates at a time
+            assert args.generation_batch_size == args.batch_size  # TRL's generation batch
             assert args.steps_per_generation == accumulation * mini_batches
             assert args.max_steps == steps == math.ceil(episodes / args.batch_size) * mini_batches * epochs
 
 
-RANGES = {  # a value beyond each range, and what else it needs
+RANGES = {  # a value outside of each range, and the settings that it needs
     "adam_epsilon": 0.0,
     "cliprange": 0.0,
     "cliprange_value": 0.0,
@@ -149,14 +149,14 @@ RANGES = {  # a value beyond each range, and what else it needs
 
 def test_ranges(subtests, tmp_path):
     ruled = {each.name for each in dataclasses.fields(PPOConfig) if rules_of(each)[0]}
-    assert RANGES.keys() == ruled  # every rule is tried
+    assert RANGES.keys() == ruled  # every rule is tested
     for name, bad in RANGES.items():
         needed = {"kl_controller": "adaptive"} if name.startswith("kl_") else {}
         with subtests.test(name=name), pytest.raises(ValueError, match=f"`{name}` must be "):
             config(tmp_path, **needed | {name: bad})
 
 
-def test_a_setting_of_a_mode_that_is_off_raises(subtests, tmp_path):
+def test_a_setting_of_an_unused_mode_raises(subtests, tmp_path):
     for name, value, setting, *given in [
         ("kl_target", 3.0, "kl_controller='adaptive'"),
         ("cliprange", 0.3, "ratio_band=None", {"ratio_band": [0.7, 6.0]}),
@@ -197,7 +197,7 @@ def test_contradictions(tmp_path, kwargs, message):
         config(tmp_path, **kwargs)
 
 
-def test_a_sampler_that_is_not_the_policy_is_corrected_for_or_needs_permission(subtests, tmp_path):
+def test_another_sampler_needs_a_correction_or_permission(subtests, tmp_path):
     for kwargs in [
         {"top_k": 50},
         {"top_p": 0.9},
@@ -215,7 +215,7 @@ def test_a_sampler_that_is_not_the_policy_is_corrected_for_or_needs_permission(s
             assert config(tmp_path, **uncorrected, allow_off_policy_sampling=True).importance_correction == "none"
 
 
-def test_who_is_corrected_for(subtests, tmp_path):
+def test_which_samplers_are_corrected_for(subtests, tmp_path):
     neutral = {"top_k": None, "top_p": 1.0, "temperature": 0.7, "generation_kwargs": '{"use_cache": true}'}
     for expected, kwargs in [
         ("none", {}),
@@ -231,7 +231,7 @@ def test_who_is_corrected_for(subtests, tmp_path):
             assert config(tmp_path, **kwargs).importance_correction == expected
 
 
-def test_an_unset_clip_range_is_wide_only_without_a_kl_penalty_and_an_upper_side(tmp_path):
+def test_the_default_clip_range(tmp_path):
     assert config(tmp_path, kl_coef=0.05).resolved_cliprange == 0.2
     assert config(tmp_path, kl_coef=0.0, epsilon_high=0.28).resolved_cliprange == 0.2
     assert config(tmp_path, kl_coef=0.0, cliprange=0.3).resolved_cliprange == 0.3

@@ -1,6 +1,6 @@
-"""A critic alone: its returns and values are those that PPO will have, and a step is one however it is cut.
+"""Pre-training a critic: its returns and values are PPO's, and a step does not depend on how it is split.
 
-As a script, what each of two processes does."""
+As a script, the runs of each of two processes."""
 
 import sys
 from pathlib import Path
@@ -40,7 +40,7 @@ def critic_config(folder, **kwargs):
 
 
 def rows(n=16, seed=0, longest=7):
-    """Rows whose returns are the last token that was seen, over 10."""
+    """Rows whose return at each token is the last token's id over 10."""
     generator = torch.Generator().manual_seed(seed)
 
     def ids(most):
@@ -59,7 +59,7 @@ def rows(n=16, seed=0, longest=7):
     )
 
 
-# ---- What PPO will ask for ----
+# ---- As in PPO ----
 
 
 BY_GROUP = {"reward_normalization": "group", "reward_group_column": "topic", "whiten_rewards": True}
@@ -70,28 +70,28 @@ OTHERS = [pytest.param({"reward_normalization": kind}, marks=pytest.mark.slow) f
 
 @pytest.fixture(params=[{"reward_normalization": "running"}, BY_GROUP, *OTHERS])
 def rollout(request, tmp_path):
-    """The first rollout of a PPO run (λ_value = 1), and its rows as saved rollouts."""
+    """The first rollout of a PPO run (λ_value = 1), and its rows as a data set of saved rollouts."""
     given = {"lam": 0.7, "lam_value": 1.0, "kl_coef": 0.3, "value_model": tiny_reward_model(tiny_gpt2())}
     trainer = tiny_ppo(tmp_path, tiny_gpt2(), token_reward, **given, **request.param, **SCALE)
-    drawn = trainer._generate_and_score_completions(list(prompts(8)))
-    ids, masks = ([drawn[f"{part}_{what}"] for part in ("prompt", "completion")] for what in ("ids", "mask"))
+    rolled_out = trainer._generate_and_score_completions(list(prompts(8)))
+    ids, masks = ([rolled_out[f"{part}_{what}"] for part in ("prompt", "completion")] for what in ("ids", "mask"))
     columns = [
         [row[m.bool()].tolist() for row, m in zip(i, mask, strict=True)] for i, mask in zip(ids, masks, strict=True)
     ]
     saved = {"prompt": [""] * 8, "completion_ids": columns[1], "prompt_ids": columns[0], "topic": prompts(8)["topic"]}
-    return drawn, Dataset.from_dict(saved), critic_config(tmp_path / "critic", **request.param, **SCALE)
+    return rolled_out, Dataset.from_dict(saved), critic_config(tmp_path / "critic", **request.param, **SCALE)
 
 
 def test_returns_are_those_of_ppos_first_rollout(rollout):
-    """Monte Carlo, normalised, clipped, with the EOS rule; the KL of the first rollout is 0."""
-    drawn, saved, args = rollout
+    """Monte Carlo returns with normalised and clipped scores and the EOS rule; the first rollout's KL is 0."""
+    rolled_out, saved, args = rollout
     saved = with_finished(saved, tiny_tokenizer(), [2])
     assert 0 < sum(saved["finished"]) < 8
     saved = saved.add_column("completion", [""] * 8) if "completion" not in saved.column_names else saved
     scores, tokens = score_rollouts(saved, [token_reward], ["token_reward"], batch_size=3)
     returns = with_returns(saved, scores, args, tokens)["returns"][:]
-    for row, (ours, mask) in enumerate(zip(returns, drawn["completion_mask"].bool(), strict=True)):
-        assert_close(torch.tensor(ours), drawn["returns"][row][mask], rtol=1e-4, atol=1e-5)
+    for row, (ours, mask) in enumerate(zip(returns, rolled_out["completion_mask"].bool(), strict=True)):
+        assert_close(torch.tensor(ours), rolled_out["returns"][row][mask], rtol=1e-4, atol=1e-5)
 
 
 def test_returns_by_hand():
@@ -113,14 +113,14 @@ def test_returns_by_hand():
     saved = saved.add_column("prompt", ["a"] * 3).add_column("completion", ["b"] * 3)
     scores, tokens = score_rollouts(saved, [by_token], ["by_token"], batch_size=3)
     made = with_returns(saved, scores, critic_config("unused", gamma=0.5), tokens)
-    assert made["returns"][:] == [[2.0, 2.0], [0.625, 0.25, 0.5]]  # of the third nobody says anything
+    assert made["returns"][:] == [[2.0, 2.0], [0.625, 0.25, 0.5]]  # the third row has no score
 
 
 @pytest.mark.parametrize(
     "is_lora", [pytest.param(False, id="full"), pytest.param(True, id="lora", marks=pytest.mark.slow)]
 )
-def test_ppo_begins_with_the_values_that_were_learned(is_lora, tmp_path):
-    """Trained, saved, and given to PPO as its critic: the same value at each token, and better than a constant."""
+def test_ppo_starts_with_the_learned_values(is_lora, tmp_path):
+    """A trained and saved critic has the same value at each token in PPO, and explains more than a constant."""
     tokenizer, base = tiny_tokenizer(), tmp_path / "policy"
     tiny_llama(seed=3).save_pretrained(base)
     tokenizer.save_pretrained(base)
@@ -144,24 +144,24 @@ def test_ppo_begins_with_the_values_that_were_learned(is_lora, tmp_path):
 
     peft = LoraConfig(**LORA, task_type="CAUSAL_LM") if is_lora else None
     ppo = tiny_ppo(tmp_path / "ppo", str(base), token_reward, value_model=str(tmp_path), peft_config=peft)
-    drawn = ppo._generate_and_score_completions(list(prompts(8)))
-    prompt, mask = drawn["prompt_mask"].sum(1), drawn["completion_mask"]
+    rolled_out = ppo._generate_and_score_completions(list(prompts(8)))
+    prompt, mask = rolled_out["prompt_mask"].sum(1), rolled_out["completion_mask"]
     batch = {
-        "input_ids": torch.cat([drawn["prompt_ids"], drawn["completion_ids"]], dim=1),
-        "labels": drawn["completion_ids"],
+        "input_ids": torch.cat([rolled_out["prompt_ids"], rolled_out["completion_ids"]], dim=1),
+        "labels": rolled_out["completion_ids"],
         "token_counts": list(zip(prompt.tolist(), mask.sum(1).tolist(), strict=True)),
     }
     with torch.no_grad():
         values = trainer._values(trainer.model.eval(), batch)
     assert values.abs().max() > 0.1
-    assert_close(drawn["old_values"] * mask, values * mask, rtol=1e-4, atol=1e-5)
+    assert_close(rolled_out["old_values"] * mask, values * mask, rtol=1e-4, atol=1e-5)
 
 
 # ---- One step ----
 
 
 def stepped(folder, rows_a_device, accumulation, packed=True):
-    """The weights after two steps on 16 rows of very different lengths."""
+    """The weights after two steps on 16 rows with very different lengths."""
     torch.manual_seed(0)
     critic = tiny_reward_model(tiny_llama(), seed=0)
     args = critic_config(
@@ -196,7 +196,7 @@ def stepped(folder, rows_a_device, accumulation, packed=True):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", [(4, 4, True), (16, 1, False)], ids=["accumulated", "padded"])
-def test_a_step_does_not_depend_on_how_it_is_cut(cut, tmp_path):
+def test_a_step_does_not_depend_on_how_it_is_split(cut, tmp_path):
     whole, metrics, logged = stepped(tmp_path, 16, 1)
     parts, theirs, also = stepped(tmp_path, *cut)
     assert_close(parts, whole, rtol=1e-4, atol=1e-6)
@@ -213,7 +213,7 @@ def test_several_gpus_without_a_launcher_are_refused(tmp_path, monkeypatch):
 # ---- Data ----
 
 
-def test_rollouts_of_one_prompt_on_both_sides_are_refused():
+def test_rollouts_of_one_prompt_in_both_splits_are_refused():
     train, held_out = (Dataset.from_dict({"prompt_ids": ids}) for ids in ([[1], [2]], [[3], [2]]))
     with pytest.raises(ValueError, match="1 of 2 held-out rollouts answer prompts of the training set"):
         check_apart(train, held_out)

@@ -1,4 +1,4 @@
-"""Two gloo processes do what one does with the same global batch, and end together where one fails."""
+"""Two gloo processes train as one with the same global batch, and end together where one fails."""
 
 import re
 
@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 @pytest.fixture(scope="module")
 def launches(tmp_path_factory):
-    """One launch of four modules: the folder of each, and the results of each process."""
+    """Launch four modules at once; return the folder of each and the results of each process."""
     of = {name: tmp_path_factory.mktemp(name) for name in ("ppo", "agents", "critic", "vllm")}
     make_trainer(of["ppo"] / "by one", **BY_ONE).train()
     results = on_two_processes(
@@ -75,7 +75,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_two_processes_do_the_optimizer_steps_of_one(name, results, tmp_path):
+def test_two_processes_take_the_optimizer_steps_of_one(name, results, tmp_path):
     one, split = parity(tmp_path / "one", 1, **RUNS[name]), parity(tmp_path / "split", 1, parts=2, **RUNS[name])
     assert one["processes"] == 1 and one["wrapper"] == "ActorCritic"
     for two in (process[name] for process in results):
@@ -109,13 +109,13 @@ def test_two_processes_log_the_metrics_of_one(name, results, tmp_path):
     assert len(two) == len(one) == 5
     for actual, expected in zip(two, one, strict=True):
         assert_close(actual, expected, rtol=1e-5, atol=1e-5)
-    # Rows were left out, answers ended by EOS, and the second pass was off-policy
+    # Rows were masked out, completions ended by EOS, and the second epoch was off-policy
     assert one[0]["objective/num_unscored"] > 0 and one[0]["val/num_eos_tokens"] > 0
     assert one[1]["policy/approxkl_avg"] > 1e-5 and one[2]["objective/kl"] != 0
     assert (0 < one[0].get("sampling/clipfrac", 0) < 1) == (name == "corrected")
 
 
-def test_a_sampler_that_says_nothing_on_one_process_ends_both(results):
+def test_missing_sampler_logprobs_on_one_process_end_both(results):
     for process in results:
         error, message, seconds = process["sampler is silent"]
         assert error == "RuntimeError" and seconds < 60
@@ -165,7 +165,7 @@ def test_a_gradient_that_is_not_finite_on_one_process_ends_both(launch):
             assert_close(parameter.data, weights[f"{role}.{name}"], rtol=0, atol=0)
 
 
-def test_a_checkpoint_that_one_process_cannot_write_ends_both_with_its_cause(launch):
+def test_a_checkpoint_that_one_process_cannot_write_ends_both(launch):
     folder, results = launch
     ends = [process["unsaved, stop"] for process in results]
     (error, message, _), step = ends[0]
@@ -181,9 +181,9 @@ def test_a_checkpoint_that_one_process_cannot_write_ends_both_with_its_cause(lau
     )
 
 
-def test_steps_for_the_critic_alone_leave_the_policy_alone_on_both_processes(results):
+def test_the_critics_warm_up_does_not_train_the_policy_on_two_processes(results):
     for process in results:
-        seen = process["warm-up"]  # two minibatches a rollout, the first for the critic alone
+        seen = process["warm-up"]  # two minibatches a rollout; the first rollout trains the critic alone
         for step in range(1, 9):
             moved = differ(seen[step]["weights"], seen[step - 1]["weights"], "policy.")
             assert len(moved) == (sum(name.startswith("policy.") for name in seen[0]["weights"]) if step > 2 else 0)
@@ -218,8 +218,8 @@ def test_a_checkpoint_of_two_processes_is_refused_on_one(launch):
     assert trainer.state.global_step == 0
 
 
-def test_two_processes_whose_episodes_have_other_numbers_of_turns(launches, tmp_path):
-    """The rows of one process take more turns than those of the other; the steps are those of one process."""
+def test_episodes_with_different_numbers_of_turns_on_two_processes(launches, tmp_path):
+    """The steps are those of one process, though the rows of one process take more turns."""
     _, (first, second) = launches["agents"]
     ends = []
     for parts in (1, 2):
@@ -234,19 +234,19 @@ def test_two_processes_whose_episodes_have_other_numbers_of_turns(launches, tmp_
     assert_close(first["weights"], ends[0], **bound(*ends))
     for process in (first, second):
         assert_close(process["resumed"], process["whole"], rtol=0, atol=0)
-        assert process["evaluated"]["eval_objective/scores"] == 0.4  # of five rows, though the last batch is uneven
+        assert process["evaluated"]["eval_objective/scores"] == 0.4  # five rows, though the last batch is not full
 
 
-def test_a_critic_alone_is_trained_on_two_processes_as_on_one(launches, tmp_path):
-    """Steps, logs and the evaluation of an odd number of rows; and scoring, shared between the processes."""
+def test_two_processes_pretrain_a_critic_as_one(launches, tmp_path):
+    """Steps, logs, the evaluation of an odd number of rows, and scores that the processes share."""
     whole = stepped(tmp_path, 16, 1)
     for steps, scores in launches["critic"][1]:
         assert_close(steps, whole, rtol=1e-4, atol=1e-6)
         assert scores == [[float(i)] for i in range(5)]
 
 
-def test_two_processes_whose_vllm_server_dies_end_together_with_a_checkpoint(launches):
-    """Only the first one asks the server; all gather the weights, and an adapter is unmerged on each."""
+def test_two_processes_end_with_a_checkpoint_if_their_vllm_server_dies(launches):
+    """Only process 0 calls the server; both gather the weights, and an adapter is unmerged on each."""
     folder, both = launches["vllm"]
     assert both[0]["processes"] == 2
     assert_close(both[1]["stays"], both[0]["stays"], rtol=0, atol=0)

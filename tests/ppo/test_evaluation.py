@@ -1,4 +1,4 @@
-"""`evaluate()`: each prompt once, and no trace in the training state."""
+"""`evaluate()` counts each prompt once, and does not change the training state."""
 
 import random
 from collections import Counter
@@ -12,7 +12,7 @@ from tests.tiny import length_reward, prompts, tiny_ppo
 
 
 class Spy:
-    """Scores a completion by its words plus the length of its prompt, and keeps what it was asked."""
+    """Scores a completion by its words plus the length of its prompt, and keeps its inputs."""
 
     __name__ = "spy"
 
@@ -32,11 +32,11 @@ def make(tmp_path, reward_funcs=length_reward, eval_dataset=None, **given):
 
 
 @pytest.mark.parametrize("generations", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_each_prompt_is_scored_once_a_generation(tmp_path, generations):
-    """9 prompts in batches of 4: the last batch is not full, and a mean of batch means would differ."""
+def test_each_prompt_is_scored_once_per_generation(tmp_path, generations):
+    """9 prompts in batches of 4: the last batch is not full, so a mean of batch means would differ."""
     spy, dataset = Spy(), prompts(9, seed=5)
     trainer = make(tmp_path, spy, dataset, num_generations_eval=generations)
-    metrics = trainer.evaluate()  # before any training
+    metrics = trainer.evaluate()  # before training
 
     asked = Counter(p for call in spy.calls for p in call[0])
     assert asked == Counter({p: n * generations for p, n in Counter(dataset["prompt"]).items()})
@@ -50,8 +50,8 @@ def test_each_prompt_is_scored_once_a_generation(tmp_path, generations):
     assert metrics["eval_my_metric"] == pytest.approx(np.mean(range(1, len(spy.calls) + 1)))
 
 
-def test_an_evaluation_that_raised_leaves_nothing_behind(tmp_path):
-    """The trainer returns and logs the same for the next evaluation as for one without the failure."""
+def test_an_evaluation_that_raised_does_not_change_the_next(tmp_path):
+    """It returns and logs the same as without the failure."""
     fails, dataset = [False], prompts(9, seed=5)
 
     def reward(prompts, completions, **kwargs):
@@ -69,7 +69,7 @@ def test_an_evaluation_that_raised_leaves_nothing_behind(tmp_path):
     assert all(again[name] == expected[name] for name in expected if not name.endswith(("runtime", "per_second")))
 
 
-def test_unscored_responses_are_counted_over_all_batches(tmp_path):
+def test_unscored_completions_are_counted_over_all_batches(tmp_path):
     def reward(completions, **kwargs):
         return [None, *[1.0] * (len(completions) - 1)]  # 3 batches: 4 + 4 + 1 rows
 
@@ -82,8 +82,8 @@ def noisy_reward(completions, **kwargs):
 
 
 @pytest.mark.slow
-def test_evaluation_leaves_no_trace(tmp_path):
-    """With an evaluation after every step, and before the first, training ends bit for bit where it ends without."""
+def test_evaluation_does_not_change_training(tmp_path):
+    """With evaluations before the first step and after each, training ends with the same bits."""
     runs = []
     for evaluate in (False, True):
         trainer = make(
@@ -98,7 +98,7 @@ def test_evaluation_leaves_no_trace(tmp_path):
             reward_normalization="running",
             allow_off_policy_sampling=True,
             top_k=5,
-            max_steps=10,  # ends in the middle of a rollout
+            max_steps=10,  # ends in mid-rollout
             logging_steps=3,
         )
         trainer.train()
@@ -129,10 +129,10 @@ def test_evaluation_leaves_no_trace(tmp_path):
 
 
 def test_evaluations_of_the_same_weights_agree(tmp_path):
-    """Each draws from a seed of its own, so that two checkpoints are compared on the same luck."""
+    """Each evaluation samples with the same seed, so that two checkpoints are compared on the same random numbers."""
     trainer = make(tmp_path)
     first = trainer.evaluate()
-    torch.manual_seed(7)  # training draws, too
+    torch.manual_seed(7)  # training uses random numbers, too
     second = trainer.evaluate()
     for key in first:
         if "objective" in key or "completions" in key:

@@ -1,4 +1,4 @@
-"""Each field of `PPOConfig` that is ours changes what is trained, or stands in a list of what it does instead."""
+"""Each field that `PPOConfig` adds changes the trained weights, or is in a table of what it does instead."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ from trl_ext.ppo.config import REFUSED
 pytestmark = pytest.mark.slow
 
 ADAPTIVE = {"kl_controller": "adaptive", "kl_horizon": 50.0, "max_steps": 6}  # the KL of the first rollout is 0
-CHANGED = {  # field -> another value, and what it is read with
+CHANGED = {  # field -> another value, and the settings that it needs
     "adam_epsilon": (1e-2, {}),
     "baseline": ("mean", {}),
     "cliprange": (1e-3, {}),
@@ -40,7 +40,7 @@ CHANGED = {  # field -> another value, and what it is read with
     **dict.fromkeys(LAM_SCHEDULES, (1.5, {})),
     "lam_value": (0.5, {}),
     "learning_rate": (1e-4, {}),
-    "local_rollout_forward_batch_size": (3, {}),  # chunks are drawn in turn
+    "local_rollout_forward_batch_size": (3, {}),  # the chunks are sampled one after the other
     "missing_eos_penalty": (9.0, {}),
     "missing_eos_score": (-9.0, {}),
     "normalize_advantages": (False, {}),
@@ -66,7 +66,7 @@ WITHOUT_WEIGHTS = {  # field -> what it does instead
     "old_logprobs": "rounding, and a forward less, where the policy samples",
     "padding_free": "rounding, and padding less",
     "record_run": "what is written beside the model",
-    "rollouts_ahead": "what a vLLM server draws, and when",
+    "rollouts_ahead": "what a vLLM server samples, and when",
     "resume_anyway": "a permission",
     "save_in_background": "time",
     "staging_dir": "where a checkpoint is written first",
@@ -82,7 +82,7 @@ def trained(tmp_path, **config):
     rows = rows.add_column("other", [f"{word} {word} {word}" for word in WORDS[:n]])
     steps = {"max_steps": -1 if "total_episodes" in config else 4, "num_ppo_epochs": 1}
     model = tiny_gpt2(attn_pdrop=0.3, embd_pdrop=0.3, resid_pdrop=0.3)
-    model.lm_head.weight.data[2] *= 2  # EOS is drawn at times
+    model.lm_head.weight.data[2] *= 2  # so that EOS is sampled sometimes
     config = {"learning_rate": 1e-2, "num_train_epochs": 2.0, "train_dataset": rows, **steps, **config}
     torch.manual_seed(0)
     trainer = tiny_ppo(tmp_path, model, **config)
@@ -91,11 +91,11 @@ def trained(tmp_path, **config):
     return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
 
 
-def test_every_field_of_ours_is_in_one_table():
+def test_each_field_is_in_one_table():
     inherited = {f.name: f.default for f in dataclasses.fields(GRPOConfig)}
     ours = {f.name for f in dataclasses.fields(PPOConfig) if inherited.get(f.name, ...) != f.default}
     assert ours - REFUSED.keys() | {"entropy_coef"} == CHANGED.keys() | WITHOUT_WEIGHTS.keys()
 
 
-def test_a_field_changes_what_is_trained(subtests, tmp_path):
+def test_a_field_changes_the_trained_weights(subtests, tmp_path):
     assert_each_changes(CHANGED, lambda **config: trained(tmp_path, **config), subtests)

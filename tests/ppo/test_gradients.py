@@ -1,4 +1,4 @@
-"""One optimizer step has one gradient, however it is split; and the first minibatch of a rollout is on-policy."""
+"""The gradient of a step does not depend on its split, and the first minibatch of a rollout is on-policy."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from trl_ext.models import lm_head
 
 
 class _Gradients(TrainerCallback):
-    """Keeps the gradients of the first optimizer step, before anything is clipped."""
+    """Keeps the gradients of the first optimizer step, before clipping."""
 
     def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
         if state.global_step == 0:
@@ -30,7 +30,7 @@ def first_gradients(output_dir, batch_size, accumulation, **kwargs):
         "entropy_coef": 0.05,
     } | kwargs
     trainer = scripted(make_trainer(output_dir, **config))
-    with torch.no_grad():  # so that the values are not all 0, and the critic's backbone has a gradient
+    with torch.no_grad():  # so that values are not 0, and the critic's backbone has a gradient
         torch.nn.init.normal_(trainer.model.critic.score.weight, generator=torch.Generator().manual_seed(3))
     gradients = _Gradients()
     trainer.add_callback(gradients)
@@ -70,8 +70,8 @@ def test_the_gradient_does_not_depend_on_the_micro_batches(kwargs, tmp_path):
 
 
 @pytest.mark.parametrize("build", [pytest.param(make_trainer, marks=pytest.mark.slow), lora_trainer])
-def test_policy_and_critic_have_a_backward_pass_each(build, tmp_path, monkeypatch):
-    """The same bits as from one pass of both: weights, and what is logged."""
+def test_policy_and_critic_have_separate_backward_passes(build, tmp_path, monkeypatch):
+    """Weights and logs have the same bits as with one backward pass for both."""
     ends = []
     for apart in (True, False):
         monkeypatch.setattr(PPOTrainer, "_trains_apart", apart)
@@ -109,7 +109,7 @@ DROPOUT = {
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 @pytest.mark.parametrize("model", DROPOUT)
 def test_the_first_minibatch_is_on_policy(model, checkpointing, tmp_path):
-    """However long the rows of a forward are, and whoever noted the old log-probs."""
+    """For chunks of any size, with old log-probs of the sampler or of a forward pass."""
     for source, forward_batch_size in (("sampler", 4), ("recompute", 4), ("recompute", 3)):
         trainer = make_trainer(
             tmp_path,
@@ -122,13 +122,13 @@ def test_the_first_minibatch_is_on_policy(model, checkpointing, tmp_path):
         )
         first, second, third, fourth = log_ratios(trainer)
         assert trainer.model.is_gradient_checkpointing == checkpointing
-        # Two minibatches a rollout: the second is already off-policy
+        # Two minibatches a rollout: the second is off-policy
         assert first <= 1e-5 and third <= 1e-5 and second > 1e-4 and fourth > 1e-4, source
 
 
 @pytest.mark.parametrize("lora", [pytest.param(False, marks=pytest.mark.slow), True], ids=["full", "lora"])
 def test_either_lm_head_trains_the_same_weights(lora, tmp_path, monkeypatch):
-    """And each pass of policy and reference runs the head that the budget asks for; updates alone need entropies."""
+    """Each pass of policy and reference uses the head that the budget sets; only updates need entropies."""
     dense, calls, ended = lm_head.logprobs_and_entropies, [], []
     monkeypatch.setattr(lm_head, "logprobs_and_entropies", lambda *a: calls.append(a[-1]) or dense(*a))
     peft = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"])} if lora else {}

@@ -18,8 +18,8 @@ def weights_of(trainer):
     return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
 
 
-class Noted(PPOTrainer):
-    """Call the hooks' defaults, and keep what went through them."""
+class Recorded(PPOTrainer):
+    """Calls the default hooks, and keeps their arguments and results."""
 
     def token_rewards(self, rollout, scores, kl):
         rewards = super().token_rewards(rollout, scores, kl)
@@ -36,7 +36,7 @@ class Noted(PPOTrainer):
 
 
 class Filled(PPOTrainer):
-    """Have constants trained on, of the size that each row's first prompt token says."""
+    """Trains on constants that depend on each row's first prompt token."""
 
     def token_rewards(self, rollout, scores, kl):
         return 2.0 * rollout.mask
@@ -46,16 +46,16 @@ class Filled(PPOTrainer):
         return rewards + rollout.prompt_ids[:, -1:], rewards - 7
 
 
-def test_default_hooks_change_no_bit_and_metrics_are_logged(tmp_path):
-    plain, noted = trained(PPOTrainer, tmp_path / "a"), trained(Noted, tmp_path / "b")
-    assert torch.equal(weights_of(plain), weights_of(noted))
-    logs = [log for log in noted.state.log_history if "mine/answers" in log]
+def test_default_hooks_change_no_bit_and_their_metrics_are_logged(tmp_path):
+    plain, recorded = trained(PPOTrainer, tmp_path / "a"), trained(Recorded, tmp_path / "b")
+    assert torch.equal(weights_of(plain), weights_of(recorded))
+    logs = [log for log in recorded.state.log_history if "mine/answers" in log]
     assert logs and all(log["mine/answers"] == 8 for log in logs)
     summed = [log["objective/rlhf_reward"] * 8 for log in logs]
     assert [log["mine/rewards"] for log in logs] == pytest.approx(summed, rel=1e-4)
 
 
-def test_what_a_subclass_returns_is_trained_on(tmp_path):
+def test_a_subclass_decides_what_is_trained_on(tmp_path):
     trainer = trained(Filled, tmp_path, max_steps=1)
     for rows in trainer._buffered_inputs:
         mask = rows["loss_mask"]

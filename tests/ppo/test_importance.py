@@ -1,4 +1,4 @@
-"""Answers that another sampler has drawn: the gradient, by hand; what is logged; nothing uncorrected in silence."""
+"""Completions of another sampler: the gradient by hand, the logs, and no silent training without a correction."""
 
 import math
 
@@ -25,10 +25,10 @@ MODES = {
 }
 
 
-def weight_by_hand(mode, logprobs, drawn):
-    ratio = np.exp(logprobs - drawn)
+def weight_by_hand(mode, logprobs, sampler_logprobs):
+    ratio = np.exp(logprobs - sampler_logprobs)
     if mode.startswith("sequence"):
-        ratio = np.full_like(ratio, np.exp((logprobs - drawn).sum()))
+        ratio = np.full_like(ratio, np.exp((logprobs - sampler_logprobs).sum()))
     if mode.endswith("truncate"):
         return np.minimum(ratio, 1.2)
     return ratio * ((ratio >= 0.7) & (ratio <= 1.5)) if mode != "none" else np.ones_like(ratio)
@@ -52,7 +52,7 @@ def first_minibatch(tmp_path, mode, **config):
     ],
 )
 def test_the_gradient_is_the_weighted_one(mode, tmp_path):
-    """Of a policy alone, row by row: −Σ w A ∇ log π / N; the critic's is what it is without weights."""
+    """The policy's, row by row, is −Σ w A ∇ log π / N; the critic's has no weights."""
     size = {"per_device_train_batch_size": 8, "num_mini_batches": 1}
     trainer, rollout, rows, gradients = first_minibatch(tmp_path, mode, **size)
     trainer.model.zero_grad()
@@ -62,8 +62,8 @@ def test_the_gradient_is_the_weighted_one(mode, tmp_path):
         ids = torch.cat([prompt, rollout.completion_ids[i, :n]])
         logits = trainer.model.policy(input_ids=ids[None]).logits[0, -n - 1 : -1] / 0.8
         logprobs = logits.log_softmax(-1).gather(1, ids[-n:, None]).squeeze(1)
-        drawn = rollout.sampler_logprobs[i, :n].double().numpy()
-        seen.append(weight_by_hand(mode, logprobs.detach().double().numpy(), drawn))
+        sampler_logprobs = rollout.sampler_logprobs[i, :n].double().numpy()
+        seen.append(weight_by_hand(mode, logprobs.detach().double().numpy(), sampler_logprobs))
         loss = loss - (torch.tensor(seen[-1]) * rows["advantages"][i, :n] * logprobs).sum() / count
     loss.backward()
     expected = {name: p.grad for name, p in trainer.model.named_parameters() if name.startswith("policy.")}
@@ -82,7 +82,7 @@ def test_the_gradient_is_the_weighted_one(mode, tmp_path):
 @pytest.mark.parametrize(
     "mode", ["token_mask", *(pytest.param(m, marks=pytest.mark.slow) for m in MODES if m != "token_mask")]
 )
-def test_what_is_logged_is_what_the_rollout_shows(mode, tmp_path):
+def test_logs_agree_with_the_rollout(mode, tmp_path):
     config = {"max_steps": 8, "logging_steps": 4, "learning_rate": 1e-4, **MODES[mode]}
     trainer = skewed(make_trainer(tmp_path, **config), spread=0.2)
     seen = collected(trainer)
@@ -114,7 +114,7 @@ def test_what_is_logged_is_what_the_rollout_shows(mode, tmp_path):
 
 
 def test_a_corrected_rollout_is_right_on_average(tmp_path):
-    """Drawn by TRL's own sampler: E[π/μ] is 1 at another temperature, and with top-k the share of the k likeliest."""
+    """With TRL's own sampler: E[π/μ] is 1 at another temperature, and with top-k the probability of the top k."""
 
     def first_tokens(**config):
         config = {"per_device_train_batch_size": 128, "rows": 256, "max_completion_length": 1, **config}
@@ -136,8 +136,8 @@ def test_a_corrected_rollout_is_right_on_average(tmp_path):
 
 
 @pytest.mark.slow
-def test_ppo_s_own_ratio_can_be_that_to_the_sampler(tmp_path):
-    """`old_logprobs: sampler`: no forward for them, no weights, and the ratio is π/μ from the start."""
+def test_ppos_ratio_may_be_that_to_the_sampler(tmp_path):
+    """`old_logprobs: sampler`: no forward pass, no weights, and the ratio is π/μ from the start."""
     config = {"allow_off_policy_sampling": True, "max_steps": 1}
     trainer = skewed(make_trainer(tmp_path, old_logprobs="sampler", **config))
     other = skewed(make_trainer(tmp_path, importance_sampling_mode="none", **config))
@@ -155,10 +155,10 @@ def test_ppo_s_own_ratio_can_be_that_to_the_sampler(tmp_path):
 
 
 def edited(trainer):
-    """Answers that a subclass has changed after they were drawn."""
+    """Completions that a subclass changes after sampling."""
     skewed(trainer)
     trainer._generate_completions = trainer._generate_single_turn
-    del trainer._generate_single_turn  # the class's own, which notes what was drawn
+    del trainer._generate_single_turn  # the class's own, which records the sampled tokens
     generate = trainer._generate_single_turn
 
     def changed(*args):

@@ -1,4 +1,4 @@
-"""A LoRA policy's other roles: which adapters can take them, where they start, how they are saved and loaded."""
+"""The other roles on a LoRA policy's base: which adapters fit, where they start, and how they are saved and loaded."""
 
 import copy
 import json
@@ -23,10 +23,10 @@ from tests.ppo.worker import (
     BUILDERS,
     LORA,
     collected,
-    draw,
     lora_configs,
     lora_trainer,
     make_trainer,
+    randomize,
     rows_of,
     scripted,
     users_model,
@@ -58,7 +58,7 @@ def saved_reward(folder, base, tokenizer=None, name="llama", fingerprint=True, *
     for field, value in {"task_type": "SEQ_CLS", **changes}.items():
         setattr(config, field, value)
     model = get_peft_model(AutoModelForSequenceClassification.from_pretrained(base, num_labels=1), config)
-    draw(model, seed=3, std=0.3).save_pretrained(folder)
+    randomize(model, seed=3, std=0.3).save_pretrained(folder)
     (tiny_tokenizer() if tokenizer is None else tokenizer).save_pretrained(folder)
     if fingerprint:
         save_base_fingerprint(model, folder)
@@ -74,7 +74,7 @@ def shared(trainer):
 
 
 def critic_values(trainer, ids=IDS):
-    """The values of the critic's last state."""
+    """The critic's values of the last state."""
     with torch.no_grad():
         return trainer.model.eval().state_values(ids, torch.ones_like(ids))[:, -1]
 
@@ -111,7 +111,7 @@ def pad_is_eos():
 def test_scores_on_the_shared_base_are_those_of_the_reward_model_alone(
     policy_tokenizer, reward_tokenizer, name, tmp_path
 ):
-    """Of answers of many lengths in batches of 3; each is also scored alone, with no padding, by the model loaded."""
+    """Completions of many lengths in batches of 3, against the loaded model on each row alone, without padding."""
     base = saved_base(tmp_path / "base", name, vocab_size=len(other_words()))
     reward = saved_reward(tmp_path / "reward", base, reward_tokenizer(), name)
 
@@ -138,7 +138,7 @@ def test_scores_on_the_shared_base_are_those_of_the_reward_model_alone(
 
     rollout, tokenizer, alone = rows_of(on_base), on_base.reward_processing_classes[0], []
     model = classifier(reward)
-    model.config.pad_token_id = tokenizer.pad_token_id  # as RewardTrainer sets it
+    model.config.pad_token_id = tokenizer.pad_token_id  # as RewardTrainer does
     for prompt, mask, answer, length in zip(
         rollout["prompt_ids"],
         rollout["prompt_mask"].bool(),
@@ -156,10 +156,10 @@ def test_scores_on_the_shared_base_are_those_of_the_reward_model_alone(
 
 
 @pytest.mark.slow
-def test_a_base_is_shared_only_with_the_adapter_that_was_trained_on_it(subtests, base, tmp_path, monkeypatch):
-    """By its fingerprint, whatever the LM head; without one by its name; on the hub by name and commit."""
+def test_a_base_is_shared_only_with_an_adapter_trained_on_it(subtests, base, tmp_path, monkeypatch):
+    """The fingerprint, which ignores the LM head, decides; without one the name; on the hub name and commit."""
     reward, named = (saved_reward(tmp_path / name, base, fingerprint=name == "reward") for name in ("reward", "named"))
-    moved = saved_base(tmp_path / "moved")  # the same weights in another place
+    moved = saved_base(tmp_path / "moved")  # the same weights in another folder
     other = saved_base(tmp_path / "other", seed=1)
     policy = AutoModelForCausalLM.from_pretrained(base)
     with torch.no_grad():
@@ -190,13 +190,13 @@ def test_a_base_is_shared_only_with_the_adapter_that_was_trained_on_it(subtests,
     monkeypatch.setattr(adapters, "hub_identity", lambda path, revision=None: path and f"{path}@1")
     save_base_fingerprint(policy, reward, "org/base")
     loaded = get_peft_model(changed, lora_configs()[0])
-    adapters.check_same_base(loaded, reward, "org/base@1")  # no weight is read
+    adapters.check_same_base(loaded, reward, "org/base@1")  # no weights are read
     with pytest.raises(ValueError, match="another base"):
         adapters.check_same_base(loaded, reward, "org/base@2")
     assert weights_hash(policy.bfloat16()) == weights_hash(policy.float())
 
 
-# ---- A PeftModel of the user's own ----
+# ---- A user's PeftModel ----
 
 
 def named(*names):
@@ -219,7 +219,7 @@ def files(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_users", [False, True], ids=["peft_config", "PeftModel"])
-def test_what_is_saved_loads_with_plain_peft(is_users, base, tmp_path):
+def test_saved_adapters_load_with_plain_peft(is_users, base, tmp_path):
     model = (
         PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), saved_sft(tmp_path))
         if is_users
@@ -252,7 +252,7 @@ def test_what_is_saved_loads_with_plain_peft(is_users, base, tmp_path):
             assert expected.abs().max() > 1e-3
             assert_close(critic(input_ids=IDS[:, :n]).logits[:, 0], expected, rtol=1e-5, atol=1e-5)
 
-    # A new run's critic begins there, on the policy's base, and is trained
+    # A new run's critic starts from it, on the policy's base, and is trained
     again = lora_trainer(
         tmp_path / "again",
         model=base,
@@ -277,7 +277,7 @@ def saved_sft(tmp_path):
 
 
 @pytest.mark.slow
-def test_another_reference_and_another_adapter_are_refused(tmp_path):
+def test_a_changed_reference_or_adapter_is_refused(tmp_path):
     make_trainer(tmp_path, model=users_model(), save_strategy="steps", save_steps=2).train()
     with pytest.raises(ValueError, match="cannot be resumed with reference adapter's weights"):
         make_trainer(tmp_path, model=users_model(seed=10)).train(True)
@@ -286,7 +286,7 @@ def test_another_reference_and_another_adapter_are_refused(tmp_path):
         make_trainer(tmp_path, model=users_model(), trainer_kwargs={"critic_peft_config": config}).train(True)
 
 
-# ---- Refused: what would train wrongly in silence ----
+# ---- Refused: adapters that would train wrongly in silence ----
 
 
 def with_lora(**changes):

@@ -1,4 +1,4 @@
-"""Every logged metric equals a slow float64 reference: sums over real tokens ÷ their count, never a mean of means."""
+"""Each metric equals a slow float64 reference: sums over real tokens ÷ their count, never a mean of means."""
 
 import contextlib
 import copy
@@ -13,7 +13,7 @@ from tests.tiny import prompts, tiny_gpt2, tiny_ppo
 from trl_ext import PPOTrainer
 
 EOS, TEMPERATURE, KL_COEF, GAMMA, LAM, VALUE_CLIP = 2, 0.9, 0.1, 0.97, 0.9, 0.1
-CLIP, HIGHER, DUAL = 0.05, 0.08, 1.1  # how far a ratio counts below and above 1, and at an advantage below 0
+CLIP, HIGHER, DUAL = 0.05, 0.08, 1.1  # the clip range below and above 1, and the dual clip
 
 KEYS = """
 objective/kl objective/kl_std policy/entropy_std loss/value_std completions/std_length
@@ -33,12 +33,12 @@ def policy():
 
 
 def reward(completions, completion_ids, **kwargs):
-    """Not known for one row in three."""
+    """None for one row in three."""
     return [None if sum(ids) % 3 == 1 else float(sum(ids) % 5) for ids in completion_ids]
 
 
 def per_token(policy, critic, prompt, completion):
-    """log-probs, entropies and values of one row alone, without padding, token by token."""
+    """The log-probs, entropies and values of one row alone, without padding."""
     ids = torch.tensor([[*prompt, *completion]])
     logits = policy(ids).logits[0].double() / TEMPERATURE
     hidden = critic.base_model(ids).last_hidden_state
@@ -52,7 +52,7 @@ def per_token(policy, critic, prompt, completion):
 
 
 class Reference(PPOTrainer):
-    """Recomputes by hand what goes into the metrics, from the plain models."""
+    """Recomputes the inputs of the metrics from the plain models."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -78,7 +78,7 @@ class Reference(PPOTrainer):
         if not self.model.training:
             return rollout
         policy, critic = self.plain_models()
-        noted = []
+        recorded = []
         for _, prompt, completion in self.rows_of(rollout):
             logprobs, _, values = per_token(policy, critic, prompt, completion)
             ref_logprobs, _, _ = per_token(self.plain_reference, critic, prompt, completion)
@@ -91,7 +91,7 @@ class Reference(PPOTrainer):
                     last = t + 1 == len(completion)
                     delta = rewards[t] + (0 if last else GAMMA * values[t + 1]) - values[t]
                     advantages[t] = delta + (0 if last else GAMMA * LAM * advantages[t + 1])
-            noted.append(
+            recorded.append(
                 {
                     "completion": completion,
                     "kl": logprobs - ref_logprobs,
@@ -102,7 +102,7 @@ class Reference(PPOTrainer):
                     "values": values,
                 }
             )
-        self.rollouts.append(noted)
+        self.rollouts.append(recorded)
         return rollout
 
     def _compute_loss(self, model, inputs):
@@ -123,7 +123,7 @@ class Reference(PPOTrainer):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Three rollouts of two minibatches of two micro-batches, passed over twice; windows of 8 and 4 steps."""
+    """Three rollouts of two minibatches of two micro-batches, two PPO epochs; log windows of 8 and 4 steps."""
     model = policy()
     trainer = tiny_ppo(
         tmp_path_factory.mktemp("run"),
@@ -139,7 +139,7 @@ def run(tmp_path_factory):
         kl_coef=KL_COEF,
         gamma=GAMMA,
         lam=LAM,
-        baseline="critic",  # as the advantages above
+        baseline="critic",  # as in `Reference`
         cliprange=CLIP,
         epsilon_high=HIGHER,
         dual_clip=DUAL,
@@ -156,8 +156,8 @@ def run(tmp_path_factory):
 
 @pytest.fixture(params=[0, 1], ids=["steps 1 to 8, two rollouts", "steps 9 to 12, one rollout"])
 def window(run, request):
-    """What was logged, and the rollouts and training rows of that window."""
-    log = [row for row in run.state.log_history if "objective/kl" in row]  # the second one at the end of training
+    """The logs, rollouts and training rows of a log window."""
+    log = [row for row in run.state.log_history if "objective/kl" in row]  # the second window ends with the training
     rollouts = [run.rollouts[:2], run.rollouts[2:]][request.param]
     n_first = sum(2 * sum(row["score"] is not None for row in rollout) for rollout in run.rollouts[:2])
     batches = [run.batches[:n_first], run.batches[n_first:]][request.param]
@@ -245,27 +245,27 @@ def test_counters(run, window):
     assert 0 < seconds < run.state.log_history[-1]["train_runtime"]
 
 
-def test_every_metric_of_the_documentation_is_logged(run):
+def test_each_documented_metric_is_logged(run):
     log = next(row for row in run.state.log_history if "objective/kl" in row)
     assert not set(KEYS.split()) - log.keys()
-    # what GRPO would say of its own baseline and its own KL is not there
+    # the metrics of GRPO's baseline and KL are absent
     assert not {"kl", "reward", "reward_std", "frac_reward_zero_std"} & log.keys()
     assert all(isinstance(value, (int, float)) and np.isfinite(value) for value in log.values())
 
 
-def test_each_step_in_a_window_counts_by_its_tokens(tmp_path):
-    """The same run, logged every step and once at the end: the latter is the token-weighted mean of the former."""
+def test_steps_of_a_window_are_weighted_by_tokens(tmp_path):
+    """A run logged once, at the end, has the token-weighted means of the run logged at each step."""
     logs = []
     for logging_steps in (1, 4):
         # The reward gives None for some rows, so minibatches differ in size
         trainer = tiny_ppo(tmp_path / str(logging_steps), policy(), reward, logging_steps=logging_steps)
         tokens, record = [], trainer.metrics.add_update
 
-        def note(*args, tokens=tokens, record=record):
+        def counted(*args, tokens=tokens, record=record):
             tokens.append(args[-1]["loss_mask"].sum().item())
             record(*args)
 
-        trainer.metrics.add_update = note
+        trainer.metrics.add_update = counted
         trainer.train()
         logs.append([row for row in trainer.state.log_history if "policy/approxkl_avg" in row])
     assert (len(logs[0]), len(logs[1])) == (4, 1) and len(set(tokens)) > 1
@@ -274,7 +274,7 @@ def test_each_step_in_a_window_counts_by_its_tokens(tmp_path):
 
 
 class NoMetrics:
-    """Observes nothing and reports nothing."""
+    """Metrics that observe and report nothing."""
 
     def timed(self, phase):
         return contextlib.nullcontext()
@@ -295,7 +295,7 @@ class NoMetrics:
 
 @pytest.mark.slow
 def test_metrics_only_observe(tmp_path):
-    """Without them the same weights come out, the KL coefficient and the reward moments move the same."""
+    """Without them a run has the same weights, KL coefficients and reward moments."""
     config = RESUMED | {"num_ppo_epochs": 2, "missing_eos_penalty": 0.5, "eval_strategy": "steps", "eval_steps": 5}
     ends = []
     for observed in (True, False):

@@ -1,4 +1,4 @@
-"""Old log-probs from the sampler or computed again: the same numbers, and the one that was asked for."""
+"""Old log-probs from the sampler or from a forward pass: the same numbers, by the way that the setting chooses."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def rollouts(tmp_path, **config):
     ],
     ids=["gpt2", "lora", "several answers"],
 )
-def test_the_sampler_knows_the_log_probs_that_the_forward_computes(tmp_path, kwargs):
+def test_the_samplers_logprobs_equal_those_of_a_forward_pass(tmp_path, kwargs):
     kwargs = {**kwargs, "optim": "sgd", "local_rollout_forward_batch_size": 3}
     build = kwargs.pop("model")
     (first, again), trainer = rollouts(tmp_path / "sampler", model=build(), old_logprobs="sampler", **kwargs)
@@ -43,15 +43,15 @@ def test_the_sampler_knows_the_log_probs_that_the_forward_computes(tmp_path, kwa
     assert_close(first.completion_ids, other.completion_ids, rtol=0, atol=0)
     assert_close(first.logprobs, other.logprobs, rtol=1e-5, atol=1e-5)
     assert_close(first.values, other.values, rtol=1e-5, atol=1e-5)
-    assert not torch.equal(first.logprobs, other.logprobs)  # of one and of the other
+    assert not torch.equal(first.logprobs, other.logprobs)  # by the sampler and by a forward pass
     logged = [log for log in trainer.state.log_history if "sampling/logprob_difference" in log]
     assert len(logged) == 2 and all(abs(log["sampling/logprob_difference"]) <= 1e-5 for log in logged)
     assert all(0 < log["sampling/logprob_difference_max"] <= 1e-5 for log in logged)
     assert not any("sampling/logprob_difference" in log for log in computed.state.log_history)
-    assert again.kl("k1").abs().max() > 1e-3  # the policy has moved in between
+    assert again.kl("k1").abs().max() > 1e-3  # the policy has changed in between
 
 
-def test_auto_trusts_the_sampler_where_it_is_exact(tmp_path):
+def test_auto_uses_the_samplers_logprobs_where_they_are_exact(tmp_path):
     for trusted, config in [
         (True, {}),
         (False, {"bf16": True}),
@@ -72,10 +72,8 @@ def test_auto_trusts_the_sampler_where_it_is_exact(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("build", [make_trainer, worker.lora_trainer])
 @pytest.mark.parametrize("attention", ["sdpa", VARLEN])
-def test_decoding_that_is_compiled_once_draws_from_the_policy_as_it_is_trained(
-    build, attention, tmp_path, monkeypatch
-):
-    """`cache_implementation: static`; on a CPU transformers compiles only if it is told so."""
+def test_compiled_decoding_samples_from_the_current_policy(build, attention, tmp_path, monkeypatch):
+    """With `cache_implementation: static`; on a CPU transformers compiles only on request."""
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
     monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", row_by_row)
     use_varlen(model := tiny_llama())
@@ -92,7 +90,7 @@ def test_decoding_that_is_compiled_once_draws_from_the_policy_as_it_is_trained(
     trainer.generation_config.compile_config = CompileConfig(backend="eager", mode=None)
     trainer.generation_config.compile_config._compile_all_devices = True
     counters.clear()
-    worker.draw(trainer.model)
+    worker.randomize(trainer.model)
     rollouts = worker.collected(trainer)
     trainer.train()
     assert counters["stats"]["unique_graphs"] == 1

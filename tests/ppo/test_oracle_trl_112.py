@@ -1,14 +1,14 @@
 """
-TRL 1.12's PPO formulas, stated anew, against real rollouts of PPOTrainer: full-length, in fp32, without EOS or pad
+TRL 1.12's PPO formulas, written again, against real rollouts of PPOTrainer: full-length, in fp32, without EOS or pad
 among the sampled tokens (both have a bias of -1e4 in the LM head), on one process, one micro-batch a minibatch.
 
-There both trainers agree. Elsewhere 1.12 differs; each line was read in its `ppo_trainer.py`:
+There both trainers agree. Elsewhere 1.12 differs, as its `ppo_trainer.py` shows:
 
 - A response that ends by EOS gets its score one position later, on the first pad token (`sequence_lengths_p1`), where
   the critic is asked for one more value; `padding_mask_p1` keeps that position in the value loss and in reward
   whitening. Here the score is on EOS and nothing follows it.
 - A sampled pad token ends a response there (`first_true_indices(... == pad_token_id)`); here it is a token.
-- Without `stop_token`, a response goes on after EOS and 1.12 counts what follows; here EOS always ends it.
+- Without `stop_token`, a response continues after EOS and 1.12 counts what follows; here EOS always ends it.
 - `missing_eos_penalty` is subtracted from the score, as here; it has nothing that *sets* it (`missing_eos_score`).
 - Whitening takes the moments of each process's rows; here those of all processes.
 - A loss is the mean over micro-batches and processes of their means; here the sum over all tokens of the step, divided
@@ -35,7 +35,7 @@ TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 
 
 class RecordingTrainer(PPOTrainer):
-    """Keeps of each rollout and of each minibatch what the models say at that moment, by forwards of their own."""
+    """Keeps the models' outputs for each rollout and minibatch at that time, by forward passes of its own."""
 
     def _generate_and_score_completions(self, inputs):
         seen = collected(self)
@@ -61,7 +61,7 @@ class RecordingTrainer(PPOTrainer):
 
 
 def padded(rows):
-    """1.12's `forward`: pads become token 0, positions count the real tokens before."""
+    """1.12's `forward`: pads become token 0, positions count the real tokens before them."""
     ids = torch.cat([rows["prompt_ids"], rows["completion_ids"]], 1)
     mask = torch.cat([rows["prompt_mask"], rows["completion_mask"]], 1)
     return {
@@ -168,5 +168,5 @@ def test_rewards_advantages_returns_and_losses_equal_trl_112(tmp_path, token_rew
         assert_close(torch.tensor(log["loss/policy_avg"]), policy_loss, **TOLERANCE)
         assert_close(torch.tensor(log["loss/value_avg"]), value_loss, **TOLERANCE)
         assert_close(minibatch["loss"], policy_loss + VF_COEF * value_loss, **TOLERANCE)
-    # Both clips were at work, so that the comparison covers them
+    # Both clips were active, so the comparison covers them
     assert logged[-1]["policy/clipfrac_avg"] > 0 and logged[-1]["val/clipfrac_avg"] > 0

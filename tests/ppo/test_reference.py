@@ -1,4 +1,4 @@
-"""The reference is the policy as it was passed in, wherever its weights came from, and stays so."""
+"""The reference is the initial policy, wherever its weights came from, and does not change."""
 
 import copy
 
@@ -47,7 +47,7 @@ def modified_after_loading(tmp_path, build):
     model = type(model).from_pretrained(path)
     for parameter in model.parameters():
         parameter.data.mul_(1.5)
-    assert model.config._name_or_path == path  # where GRPO would reload the reference from
+    assert model.config._name_or_path == path  # GRPO would load the reference from here
     return model
 
 
@@ -59,7 +59,7 @@ def modified_after_loading(tmp_path, build):
     "source",
     [*(pytest.param(source, marks=pytest.mark.slow) for source in (by_path, in_memory)), modified_after_loading],
 )
-def test_kl_of_rollout_0_is_0_and_the_reference_never_moves(tmp_path, source, build):
+def test_the_first_rollouts_kl_is_0_and_the_reference_never_changes(tmp_path, source, build):
     trainer = make(tmp_path, source(tmp_path, build))
     before = weights(trainer.ref_model)
     assert_close(before, weights(trainer.model.policy), **EQUAL)
@@ -96,7 +96,7 @@ def test_a_given_reference_is_used(tmp_path, as_path, lora):
 
 @pytest.mark.slow
 def test_use_ref_model_false_drops_the_reference(tmp_path):
-    """No KL is logged, and the updates are those of a run with `kl_coef=0`."""
+    """No KL is logged, and the weights are those of a run with `kl_coef=0`."""
     without = make(tmp_path, tiny_llama(), kl_coef=0.0, use_ref_model=False)
     assert without.ref_model is None
     without.train()
@@ -109,7 +109,7 @@ def test_use_ref_model_false_drops_the_reference(tmp_path):
 # ---- LoRA ----
 
 
-def test_an_adapters_reference_has_no_dropout_where_the_policy_has(tmp_path):
+def test_an_adapters_reference_has_no_dropout_if_the_policy_has(tmp_path):
     model, peft_config = tiny_llama(attention_dropout=0.5), LoraConfig(**LORA)
     trainer = make(tmp_path, model, peft_config=peft_config, disable_dropout=False, max_steps=1)
     run, seen = trainer._run_reference, []

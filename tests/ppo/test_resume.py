@@ -1,4 +1,4 @@
-"""A run that is interrupted and started again ends as if it had not been, bit for bit."""
+"""An interrupted and resumed run ends with the bits of the uninterrupted one."""
 
 import os
 import re
@@ -38,7 +38,7 @@ def trained(output_dir, resume=None, **config):
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    """The end of a run that saves nothing."""
+    """The end state of a run that saves nothing."""
     asked = []
 
     def letters_reward(prompts, completions, **kwargs):
@@ -55,7 +55,7 @@ def uninterrupted(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """A folder of a run that asks for a checkpoint after each step."""
+    """The folder of a run with `save_steps: 1`."""
     folder = tmp_path_factory.mktemp("checkpoints")
     trained(folder, save_strategy="steps", save_steps=1, **RESUMED)
     return folder
@@ -72,7 +72,7 @@ def test_checkpoints_fall_on_the_ends_of_rollouts_and_of_the_run(checkpoints):
 def test_a_resumed_run_ends_as_the_uninterrupted_one(step, checkpoints, uninterrupted, tmp_path):
     shutil.copytree(checkpoints / f"checkpoint-{step}", tmp_path / f"checkpoint-{step}")
 
-    # Another seed at the start, as of another process: nothing may come from what was before the checkpoint
+    # Another seed at the start, as in another process: random state must come from the checkpoint alone
     trainer = make_trainer(tmp_path, **RESUMED)
     torch.manual_seed(1234)
     output = trainer.train(True)
@@ -83,14 +83,14 @@ def test_a_resumed_run_ends_as_the_uninterrupted_one(step, checkpoints, uninterr
 
 
 @pytest.mark.slow
-def test_the_resumed_run_is_a_telling_one(uninterrupted):
+def test_the_resumed_run_uses_what_is_restored(uninterrupted):
     state, logs = uninterrupted["state"], uninterrupted["state"]["logs"]
     first, second, third, fourth = uninterrupted["asked"]
 
     assert sorted(first + second) == sorted(third + fourth)
     assert first + second != third + fourth  # each data epoch has an order of its own
     assert all(uninterrupted["moved"])
-    assert len({entry["learning_rate/factor"] for entry in logs}) == 5  # it is 1 nowhere, and changes all the time
+    assert len({entry["learning_rate/factor"] for entry in logs}) == 5  # never 1, and always different
     assert [entry["step"] for entry in logs] == [3, 6, 9, 12, 14]
     assert state["kl_controller"]["kl_coef"] != 0.05
     assert state["reward_normalizer"]["running"][0] == state["episodes"] == 32
@@ -113,9 +113,9 @@ def test_killed_three_times_by_sigkill(uninterrupted, tmp_path):
 
     # Killed right after optimizer step 6
     assert "Resuming" not in first
-    # Killed while step 8's own state of PPO was written, which all else precedes
+    # Killed while PPO's own state of step 8 was written, the last file
     assert second.startswith("-9, leaving ['checkpoint-4']") and from_step_4 in second and interrupted not in second
-    # The same, while it was written in the background
+    # The same, written in the background
     # Not killed
     for after in (third, fourth):
         assert after.startswith("-9, leaving ['checkpoint-4', 'checkpoint-8']")
@@ -128,7 +128,7 @@ def complete(folder):
     return [path.parent for path in Path(folder).glob(f"checkpoint-*/{MARKER}")]
 
 
-def test_there_is_always_a_complete_checkpoint_with_a_limit_of_one(tmp_path, monkeypatch):
+def test_with_a_limit_of_one_there_is_always_a_complete_checkpoint(tmp_path, monkeypatch):
     seen, removed = [], []
     save, rmtree = torch.save, shutil.rmtree
 
@@ -148,7 +148,7 @@ def test_there_is_always_a_complete_checkpoint_with_a_limit_of_one(tmp_path, mon
     trained(tmp_path, max_steps=4, save_strategy="steps", save_steps=1, save_total_limit=1, **rollout_of_one_step)
 
     first, *others = [seen[i : i + len(seen) // 4] for i in range(0, len(seen), len(seen) // 4)]
-    assert len(first) == 5 and not any(first)  # arguments, optimizer, schedule, RNG, PPO state
+    assert len(first) == 5 and not any(first)  # arguments, optimizer, scheduler, RNG, PPO's state
     assert all(len(folders) == 1 for checkpoint in others for folders in checkpoint)
     assert len(removed) == 3
 
@@ -173,7 +173,7 @@ def no_training(trainer):
     return trainer
 
 
-def test_a_completed_run_is_loaded_and_not_trained_again(a_copy_of, capsys):
+def test_a_complete_run_is_loaded_and_not_trained_again(a_copy_of, capsys):
     folder, final = a_copy_of
     trainer = no_training(make_trainer(folder, max_steps=8))
     output = trainer.train(True)
@@ -188,7 +188,7 @@ def test_a_completed_run_is_loaded_and_not_trained_again(a_copy_of, capsys):
 
 
 @pytest.mark.slow
-def test_what_differs_is_said_and_what_cannot_fit_is_refused(subtests, completed, capsys):
+def test_differences_are_printed_and_what_does_not_fit_is_refused(subtests, completed, capsys):
     folder, _ = completed
     for change, message, is_refused in [
         ({"kl_coef": 0.1}, "kl_coef: 0.05 → 0.1", False),
@@ -215,8 +215,8 @@ def demonstrated(output_dir, **config):
     return make_trainer(output_dir, trainer_kwargs={"train_dataset": rows}, max_steps=8, **settings)
 
 
-def test_half_the_batch_and_twice_the_accumulation_go_on_where_the_run_stopped(tmp_path):
-    """As docs/troubleshooting.md advises when memory runs out: after an odd number of rollouts, too."""
+def test_half_the_batch_and_twice_the_accumulation_resume_where_the_run_stopped(tmp_path):
+    """As docs/troubleshooting.md advises when memory runs out; also after an odd number of rollouts."""
     shape = {"num_mini_batches": 1, "num_ppo_epochs": 3, "max_steps": 12, "save_strategy": "steps", "save_steps": 3}
     whole = make_trainer(tmp_path / "whole", **shape)
     stops = EachStep(lambda: setattr(whole.control, "should_training_stop", whole.state.global_step == 3))
@@ -232,7 +232,7 @@ def test_half_the_batch_and_twice_the_accumulation_go_on_where_the_run_stopped(t
     assert trainer.state.global_step == 12 and rollouts == [3, 6, 9]
 
 
-def test_a_changed_setting_replaces_what_the_run_has_adapted(tmp_path):
+def test_a_changed_setting_replaces_the_adapted_value(tmp_path):
     trainer = demonstrated(tmp_path, save_strategy="steps", save_steps=4)
     trainer.add_callback(
         EachStep(lambda: setattr(trainer.control, "should_training_stop", trainer.state.global_step == 4))
@@ -241,14 +241,14 @@ def test_a_changed_setting_replaces_what_the_run_has_adapted(tmp_path):
     mean, rate = trainer.reward_normalizer.reference_mean, 1e-3 * trainer.learning_rate_controller.factor
     change = {"kl_coef": 0.5, "reward_weights": [10.0], "learning_rate": 1e-1}
     trainer = demonstrated(tmp_path, **change)
-    trainer.learning_rate_controller.observe = lambda *given: 0.0  # which would adapt it again
+    trainer.learning_rate_controller.observe = lambda *given: 0.0  # the controller would adapt it again
     trainer.train(True)
     assert trainer.state.global_step == 8 and trainer.kl_controller.kl_coef == 0.5
     assert trainer.reward_normalizer.reference_mean == pytest.approx(10 * mean)
     assert 1e-1 * trainer.learning_rate_controller.factor == pytest.approx(rate)
 
 
-def test_a_resumed_run_may_give_the_critic_a_rate_of_its_own(a_copy_of):
+def test_a_resumed_run_may_get_a_critic_learning_rate(a_copy_of):
     trainer = make_trainer(a_copy_of[0], max_steps=12, critic_learning_rate=1e-2)
     trainer.train(True)
     assert {group["initial_lr"] for group in trainer.optimizer.param_groups} == {trainer.args.learning_rate, 1e-2}
@@ -256,9 +256,7 @@ def test_a_resumed_run_may_give_the_critic_a_rate_of_its_own(a_copy_of):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("event", ["on_step_end", "on_log"])
-def test_a_stop_in_mid_rollout_waits_for_its_end_and_the_resumed_run_ends_as_the_uninterrupted_one(
-    event, uninterrupted, tmp_path
-):
+def test_a_stop_in_mid_rollout_waits_for_its_end_and_resumes(event, uninterrupted, tmp_path):
     def ask(args, state, control, **kwargs):
         control.should_training_stop = control.should_save = state.global_step == 6
 
@@ -271,7 +269,7 @@ def test_a_stop_in_mid_rollout_waits_for_its_end_and_the_resumed_run_ends_as_the
     assert_same_end(end_state(trained(tmp_path, True, **RESUMED)), uninterrupted["state"])
 
 
-def test_a_run_that_ended_in_mid_rollout_is_followed_by_one_with_a_rollout_of_its_own(tmp_path):
+def test_a_run_extended_from_mid_rollout_starts_with_a_new_rollout(tmp_path):
     trainer = make_trainer(tmp_path, max_steps=3)
     rollouts = worker.collected(trainer)
     for runs in (1, 2):

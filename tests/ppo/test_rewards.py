@@ -1,4 +1,4 @@
-"""From answers to scores to token rewards: what reward models read, what functions may return, and in which order."""
+"""From completions to scores to token rewards: inputs of reward models, results of functions, order of steps."""
 
 import asyncio
 import itertools
@@ -32,7 +32,7 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 QUESTIONS = ["the cat ", "a dog ran on the mat ", "then it was very happy ", "the "]
 ANSWERS = ["sat", "flew over the sky and ran", "sad", "big bird sat on a log"]
 FINISHED = [True, False, False, True]
-# As in ChatML, something follows the end of the turn: RewardTrainer trains on it
+# As in ChatML, text follows the end of the turn: RewardTrainer trains on it
 TEMPLATE_WITH_TAIL = (
     "{% for m in messages %}<{{ m.role }}> {{ m.content }}{% if not (loop.last and continue_final_message) %} </s> log"
     "{% endif %} {% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
@@ -45,7 +45,7 @@ def make(tmp_path, reward_funcs, dataset=None, trainer_kwargs=None, **config):
 
 
 def roll_out(trainer, answers):
-    """Score these answers (token ids) to the first prompts, instead of sampled ones."""
+    """Score these completions (token ids) of the first prompts instead of sampled ones."""
     rollouts = collected(trainer)
     trainer._generate_single_turn = lambda *_: ([list(ids) for ids in answers], None)
     trainer._generate_and_score_completions([trainer.train_dataset[i] for i in range(len(answers))])
@@ -65,7 +65,7 @@ def messages(role, content):
 
 
 def trained_reward_model(tmp_path, tokenizer, chat):
-    """A reward model after a step of RewardTrainer, and its scores of the answers as RewardTrainer tokenised them."""
+    """A reward model after a step of RewardTrainer, and its scores of the answers as RewardTrainer tokenises them."""
     pairs = {"prompt": QUESTIONS, "chosen": ANSWERS, "rejected": ["very small"] * 4}
     roles = {"prompt": "user", "chosen": "assistant", "rejected": "assistant"}
     if chat:
@@ -86,7 +86,7 @@ def trained_reward_model(tmp_path, tokenizer, chat):
     scores = []
     for i, finished in enumerate(FINISHED):
         ids = trainer.train_dataset[i]["chosen_ids"]
-        if not finished:  # the same text, not ended
+        if not finished:  # the same text without EOS
             ids = (
                 tokenizer.apply_chat_template(
                     pairs["prompt"][i] + pairs["chosen"][i], continue_final_message=True, return_dict=True
@@ -107,13 +107,13 @@ def questions(chat):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("other", [False, True], ids=["same_tokenizer", "other_tokenizer"])
-def test_score_is_that_of_reward_trainer_on_the_same_text(subtests, tmp_path, other):
+def test_a_score_is_that_of_reward_trainer_on_the_same_text(subtests, tmp_path, other):
     tokenizers = [{"bos": False, "pad": True}, {"bos": True, "pad": True}, {"bos": False, "pad": False}]
     chats = {"text": None, "chat": CHAT_TEMPLATE, "chat with a tail": TEMPLATE_WITH_TAIL}
     for (name, chat), options in itertools.product(chats.items(), tokenizers):
         with subtests.test(chat=name, **options):
             policy_tokenizer = tiny_tokenizer(**options)
-            # The other one has other ids for the words, and BOS where the policy's has none and the other way round
+            # The other tokenizer has other ids for the words, and BOS exactly where the policy's has none
             words, bos = WORDS[::-1] if other else WORDS, options["bos"] != other
             reward_tokenizer = tiny_tokenizer(words=words, bos=bos, pad=options["pad"])
             policy_tokenizer.chat_template = reward_tokenizer.chat_template = chat
@@ -131,7 +131,7 @@ def test_score_is_that_of_reward_trainer_on_the_same_text(subtests, tmp_path, ot
 @pytest.mark.parametrize(
     "other", [pytest.param(False, marks=pytest.mark.slow), True], ids=["same_tokenizer", "other_tokenizer"]
 )
-def test_no_score_depends_on_the_chunks_in_which_models_score(tmp_path, other):
+def test_scores_do_not_depend_on_the_chunks_of_reward_models(tmp_path, other):
     tokenizer = tiny_tokenizer(words=WORDS[::-1] if other else WORDS)
     scores = []
     for size in (1, 3, 64):
@@ -170,8 +170,8 @@ def none_if_short(completions, **kwargs):
     return [None if len(text.split()) < 2 else 10.0 for text in completions]
 
 
-def test_functions_of_all_kinds_are_weighted_and_summed_over_those_that_apply(tmp_path):
-    """score = Σ w_i s_i over the functions that gave a number, sync, async and model alike."""
+def test_scores_are_weighted_sums_over_the_functions_that_apply(tmp_path):
+    """score = Σ w_i s_i over the functions that returned a number: sync ones, async ones and models."""
     model = tiny_reward_model(tiny_gpt2(), seed=3)
     functions = [length_reward, async_length_reward, none_if_short, AsyncReward(), model]
     trainer = make(
@@ -191,7 +191,7 @@ def test_functions_of_all_kinds_are_weighted_and_summed_over_those_that_apply(tm
 
 
 class Judge(MarksFailures):
-    """Fails on the second answer, and does not apply to the third."""
+    """Fails on the second completion, and does not apply to the third."""
 
     def scores_or_nan(self, prompts, completions, **kwargs):
         return [-5.0, math.nan, None, -5.0]
@@ -204,7 +204,7 @@ class OwnSkip:
         return [-5.0, None, -5.0, -5.0]
 
 
-def test_a_reward_that_fails_and_is_skipped_leaves_no_score_but_with_weight_0(tmp_path):
+def test_a_failed_reward_leaves_no_score_unless_its_weight_is_0(tmp_path):
     for judge in (Judge(), OwnSkip()):
         rollout = roll_out(make(tmp_path, [length_reward, judge], questions(False)), answer_ids(tiny_tokenizer()))
         assert rollout.valid.tolist() == [True, False, True, True]
@@ -222,7 +222,7 @@ def raises(completions):
     raise KeyError("no such key")
 
 
-MISTAKES = {  # what it returns -> the message, and what the error was
+MISTAKES = {  # what it returns -> the message, and the class of the error
     "raises": (raises, "KeyError: 'no such key'", KeyError),
     "too few": (lambda c: [1.0] * (len(c) - 1), "each completion, 8 in all; got 7", ValueError),
     "NaN": (lambda c: [0.0, math.nan] + [0.0] * (len(c) - 2), "returned nan for completion 1", ValueError),
@@ -233,7 +233,7 @@ MISTAKES = {  # what it returns -> the message, and what the error was
 
 
 def right_once(wrong, kind):
-    """A reward function that is wrong in its second call."""
+    """A reward function whose second call is wrong."""
     calls = []
 
     def judge(completions, **kwargs):
@@ -247,8 +247,8 @@ def right_once(wrong, kind):
 
 
 @pytest.mark.slow
-def test_a_mistake_is_raised_with_function_row_and_step(subtests, tmp_path):
-    """In the second rollout, at step 1, next to a function that makes none."""
+def test_an_error_names_function_row_and_step(subtests, tmp_path):
+    """In the second rollout, at step 1, beside a function without errors."""
     for mistake, kind in [*((m, "sync") for m in MISTAKES), ("raises", "async")]:
         with subtests.test(mistake=mistake, kind=kind):
             wrong, message, cause = MISTAKES[mistake]
@@ -273,8 +273,8 @@ def test_a_mistake_is_raised_with_function_row_and_step(subtests, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_row_without_a_score_leaves_loss_moments_and_metrics(tmp_path):
-    """Whatever the answers are for which every function gives None, nothing else changes; they are counted."""
+def test_a_row_without_a_score_is_masked_out_of_loss_moments_and_metrics(tmp_path):
+    """The completions for which all functions return None change nothing except their count."""
 
     def judge(topic, completions, **kwargs):
         return [None if t == "topic 0" else float(len(c)) for t, c in zip(topic, completions, strict=True)]
@@ -310,7 +310,7 @@ def test_a_row_without_a_score_leaves_loss_moments_and_metrics(tmp_path):
     assert_close(trainer.reward_normalizer.running[:2], torch.tensor([5.0, scores.mean()], dtype=torch.float64))
 
 
-def test_rollouts_without_any_score_move_nothing(tmp_path):
+def test_rollouts_without_any_score_change_nothing(tmp_path):
     trainer = make(tmp_path, lambda prompts, **_: [None] * len(prompts), reward_normalization="batch")
     before = {name: p.clone() for name, p in trainer.model.state_dict().items()}
     trainer.train()
@@ -322,12 +322,12 @@ def test_rollouts_without_any_score_move_nothing(tmp_path):
             trainer.train()
 
 
-# ---- The order of the reward ----
+# ---- The order of the steps ----
 
 
 @pytest.mark.parametrize("eos_rule", ["missing_eos_score", "missing_eos_penalty"])
-def test_the_order_of_the_reward(tmp_path, token_rewards, eos_rule):
-    """score → missing EOS → normalise → clip → − β KL per token → whiten, in float64, one step after the other."""
+def test_the_order_of_steps_from_score_to_token_rewards(tmp_path, token_rewards, eos_rule):
+    """score → missing EOS → normalise → clip → − β KL per token → whiten, in float64."""
     given = [3.0, -1.0, None, 0.5, 2.0, 7.0, -4.0, -9.0]
     finished = [True, False, True, False, True, True, False, True]
     trainer = make(
@@ -377,8 +377,8 @@ def test_the_order_of_the_reward(tmp_path, token_rewards, eos_rule):
     assert_close(token_rewards[0], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_the_kl_of_the_scored_rows_moves_the_coefficient_after_the_rewards(tmp_path, token_rewards):
-    """Rewards and log have the coefficient from before; the controller reads k1 whatever the rewards' estimator."""
+def test_the_kl_of_scored_rows_updates_the_coefficient_after_the_rewards(tmp_path, token_rewards):
+    """Rewards and log have the old coefficient; the controller reads k1 whatever the rewards' estimator."""
     trainer = make(
         tmp_path,
         lambda prompts, **_: [None, None, *[0.0] * 6],
@@ -409,7 +409,7 @@ def test_the_kl_of_the_scored_rows_moves_the_coefficient_after_the_rewards(tmp_p
 
 
 @pytest.mark.parametrize("kind", ["running", "batch", "group"])
-def test_normalisation_against_a_slow_reference(tmp_path, token_rewards, kind):
+def test_normalisation_equals_a_slow_reference(tmp_path, token_rewards, kind):
     """Three rollouts of noisy scores, some None; what enters the token rewards is (score − mean) / deviation of …"""
     generator = np.random.default_rng(0)
     rollouts = []
@@ -440,7 +440,7 @@ def test_normalisation_against_a_slow_reference(tmp_path, token_rewards, kind):
                 "batch": [s for _, s in rollout if s is not None],
                 "group": [s for t, s in so_far if s is not None and t == topic],
             }[kind]
-            # One score has no deviation: it is centred only
+            # One score has no deviation: it is only centred
             expected = (score - np.mean(pool)) / (np.std(pool, ddof=1) if len(pool) > 1 else 1.0)
             assert_close(token_rewards[k][i].sum().item(), expected, rtol=1e-4, atol=1e-5)
         assert token_rewards[k][3].abs().sum() == 0

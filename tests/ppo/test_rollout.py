@@ -1,4 +1,4 @@
-"""The pieces of a rollout, without a trainer."""
+"""A rollout's parts, without a trainer."""
 
 import math
 
@@ -30,7 +30,7 @@ def a_rollout(**changes):
     return Rollout(**fields | changes)
 
 
-def test_micro_batches_are_joined_in_the_order_of_generation_whatever_became_of_them():
+def test_micro_batches_are_joined_in_the_order_of_generation():
     rows = a_rollout().rows_for_training(torch.rand(2, 3), torch.rand(2, 3))
     rows = {name: torch.cat([values, values, values]) for name, values in rows.items()}
     rows["row"] = torch.arange(6)
@@ -44,7 +44,7 @@ def test_micro_batches_are_joined_in_the_order_of_generation_whatever_became_of_
     torch.testing.assert_close(joined(batches), rows, rtol=0, atol=0)
 
 
-def test_rows_are_drawn_into_minibatches_by_the_seed_and_sorted_by_length_within():
+def test_minibatches_are_random_by_the_seed_and_sorted_by_length():
     lengths, other = [5, 1, 4, 2, 8, 3, 7, 6], [1] * 8
     order, again = permuted(lengths, 2, seed=3), permuted(other, 2, seed=3)
     assert order == permuted(lengths, 2, seed=3) != permuted(lengths, 2, seed=4) and sorted(order) == [*range(8)]
@@ -60,7 +60,7 @@ class TwoProcesses:
         self.process_index = process_index
 
 
-def test_rows_that_only_complete_the_last_batch_are_not_real():
+def test_copies_that_fill_the_last_batch_are_not_real():
     """Five rows on two processes in batches of two: 0 1 | 2 3, then 4 · | · ·"""
     real = []
     for process in (0, 1):
@@ -69,18 +69,18 @@ def test_rows_that_only_complete_the_last_batch_are_not_real():
     assert real == [[[True, True], [True, False]], [[True, True], [False, False]]]
 
 
-def test_the_sampler_is_asked_for_what_it_drew_and_for_nothing_else():
+def test_the_sampler_returns_logprobs_only_of_what_it_sampled():
     recorder, ids = SamplerRecorder(), torch.tensor([[4, 5, 0], [6, 7, 8]])
     logprobs = torch.tensor([[-1.0, -2.0, -9.0], [-3.0, -4.0, -5.0]])
 
-    def drawn_in_two_batches():
+    def sampled_in_two_batches():
         recorder.add(ids[:1, :2], logprobs[:1, :2])
         recorder.add(ids[1:], logprobs[1:])
 
-    drawn_in_two_batches()
+    sampled_in_two_batches()
     assert recorder.take([[4, 5], [6, 7, 8]]) == [[-1, -2], [-3, -4, -5]]
-    assert recorder.take([[4, 5], [6, 7, 8]]) is None  # nothing was drawn since
-    drawn_in_two_batches()
+    assert recorder.take([[4, 5], [6, 7, 8]]) is None  # nothing was sampled since
+    sampled_in_two_batches()
     assert recorder.take([[4], [6, 7, 8]]) == [[-1], [-3, -4, -5]]
-    drawn_in_two_batches()
+    sampled_in_two_batches()
     assert recorder.take([[4, 5], [6, 7, 9]]) is None

@@ -1,4 +1,4 @@
-"""The learning rate follows the KL of the updates, whatever it is set to, and however a minibatch is cut."""
+"""The learning rate follows the KL of the updates, from any start and for any micro-batches."""
 
 import statistics
 
@@ -17,7 +17,7 @@ def logged(trainer, name):
     return [log[name] for log in trainer.state.log_history if name in log]
 
 
-def test_within_its_step_an_optimizer_has_the_factored_rates():
+def test_within_a_step_the_optimizer_has_the_scaled_learning_rates():
     weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
     optimizer = torch.optim.SGD([{"params": [w], "lr": rate} for w, rate in zip(weights, (1.0, 10.0), strict=True)])
     controller = LearningRateController(0.05)
@@ -48,7 +48,7 @@ def test_a_small_rollout_has_its_share_of_the_target(tmp_path):
     assert trainer.learning_rate_controller.target == pytest.approx(0.05)
 
 
-def test_long_completions_move_by_a_part_of_the_kl_target(tmp_path):
+def test_long_completions_have_a_part_of_the_kl_target(tmp_path):
     adaptive = {"kl_controller": "adaptive", "kl_coef": 0.1, "kl_target": 0.2, "max_steps": 4}
     trainer = make_trainer(tmp_path, **FOLLOWS, **adaptive)
     observe, seen = trainer.learning_rate_controller.observe, []
@@ -58,14 +58,14 @@ def test_long_completions_move_by_a_part_of_the_kl_target(tmp_path):
     (_, choices, _, completions), controller = last.tolist(), trainer.learning_rate_controller
     assert completions == trainer.args.batch_size
     assert controller.present_target * choices / completions == pytest.approx(2.5 * trainer.args.step_kl_target * 0.2)
-    controller.observe(torch.tensor([0.0, 0.01, 1.0, 1.0]), 0, 1)  # hardly a choice
+    controller.observe(torch.tensor([0.0, 0.01, 1.0, 1.0]), 0, 1)  # near-certain tokens
     assert controller.present_target == controller.target
 
 
-def test_a_factor_rises_freely_until_the_target_was_in_reach():
-    """Afterwards by half where the KL is near the target, to the double where it is far below, hardly at rest."""
+def test_the_factor_rises_freely_until_the_target_is_in_reach():
+    """Afterwards by half near the target, at most to the double far below it, and hardly where the policy rests."""
     controller, factors = LearningRateController(0.1), []
-    for kl in (0.001, 0.03, 0.01, 0.0001):  # in reach with the second
+    for kl in (0.001, 0.03, 0.01, 0.0001):  # the second KL is in reach
         for taken in (0, 1):
             controller.observe(torch.tensor([kl, 1.0, 1.0, 1.0]), taken, 1)
         factors.append(controller.factor)
@@ -74,7 +74,7 @@ def test_a_factor_rises_freely_until_the_target_was_in_reach():
 
 
 @pytest.mark.parametrize("build", [make_trainer, pytest.param(lora_trainer, marks=pytest.mark.slow)])
-def test_rates_a_factor_of_hundred_apart_become_one(build, tmp_path):
+def test_learning_rates_a_factor_of_100_apart_become_equal(build, tmp_path):
     rates, kls = [], []
     for rate in (1e-3, 1e-1):
         shape = {"num_mini_batches": 2, "per_device_train_batch_size": 32, "max_steps": 24, "rows": 64}
@@ -111,7 +111,7 @@ def test_a_single_step_on_a_rollout_is_measured_after_it(tmp_path):
     assert target / 2 < statistics.fmean(logged(trainer, "policy/step_kl")[-5:]) < target * 2
 
 
-def test_a_learning_rate_that_overshot_does_not_come_back_soon():
+def test_a_learning_rate_that_overshot_does_not_return_soon():
     """KL is c · factor², and c is a hundred times as large in each tenth rollout."""
     controller, high, kls = LearningRateController(0.1), [], []
     for rollout in range(120):
@@ -121,18 +121,18 @@ def test_a_learning_rate_that_overshot_does_not_come_back_soon():
             controller.observe(torch.tensor([observed, 1.0, 1.0, 1.0]), taken, 4)
             used.append(controller.factor)
             if taken == 0:
-                kls.append(c * controller.factor**2)  # had the whole rollout kept its first factor
+                kls.append(c * controller.factor**2)  # if the whole rollout had kept its first factor
                 high.append(controller.factor)
         if rollout == 19:
             resumed = LearningRateController(0.1)
             resumed.load_state_dict(controller.state_dict())
             assert resumed.ceiling == controller.ceiling < 10
-    assert max(high[:10]) > 2  # what suits nine rollouts of ten
+    assert max(high[:10]) > 2  # the factor that suits nine rollouts of ten
     assert max(high[60:]) < 2 and max(kls[60:]) < max(kls[:20]) / 2
 
 
-def test_the_kl_is_that_of_the_last_pass():
-    """Each minibatch's KL is c · (sum of factors)². Some minibatches have hardly a choice."""
+def test_the_kl_is_that_of_the_last_epoch():
+    """Each minibatch's KL is c · (sum of factors)². Some minibatches have mostly near-certain tokens."""
     controller, used = LearningRateController(0.1, minibatches=4), []
     for taken, choices in enumerate([5.0, 0.5, 1.0, 9.0, 0.0, 3.0, 2.0, 7.0]):
         kl = 0.02 * sum(used) ** 2
@@ -142,8 +142,8 @@ def test_the_kl_is_that_of_the_last_pass():
     assert max(used) > 2 * min(used)
 
 
-def test_a_ceiling_from_a_passing_overshoot_does_not_stay():
-    """KL is c · factor², with a c a thousand times as large in three rollouts."""
+def test_the_ceiling_of_a_temporary_overshoot_does_not_stay():
+    """KL is c · factor², and c is a thousand times as large in three rollouts."""
     controller, factors = LearningRateController(0.1), []
     for rollout in range(80):
         c = 10.0 if 3 <= rollout < 6 else 0.01
@@ -155,7 +155,7 @@ def test_a_ceiling_from_a_passing_overshoot_does_not_stay():
     assert factors[2] == pytest.approx(best, rel=0.1) and factors[6] < best / 10 and factors[-1] > best / 2
 
 
-def test_where_all_scores_are_equal_nothing_is_learned_of_the_rate(tmp_path):
+def test_equal_scores_do_not_change_the_learning_rate(tmp_path):
     def same(completions, **kwargs):
         return [1.0] * len(completions)
 
@@ -167,26 +167,26 @@ def test_where_all_scores_are_equal_nothing_is_learned_of_the_rate(tmp_path):
 @pytest.mark.parametrize(
     "shape", [{}, {"num_mini_batches": 1, "num_ppo_epochs": 1, "per_device_train_batch_size": 8}], ids=["four", "one"]
 )
-def test_the_logged_learning_rate_is_the_one_that_was_used(shape, tmp_path):
+def test_the_logged_learning_rate_is_the_one_used(shape, tmp_path):
     trainer = make_trainer(tmp_path, **{**FOLLOWS, **shape}, learning_rate=1e-3, critic_warmup_rollouts=1, max_steps=8)
     used: list[float] = []
 
     class Reads(TrainerCallback):
         def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
-            trainer.learning_rate_controller.attach(trainer.optimizer)  # its hook first
+            trainer.learning_rate_controller.attach(trainer.optimizer)  # so that its hook runs first
             inner = trainer.learning_rate_controller._hooked
             inner.register_step_pre_hook(lambda optimizer, *_: used.append(optimizer.param_groups[0]["lr"]))
 
     trainer.add_callback(Reads())
     trainer.train()
     assert logged(trainer, "learning_rate") == pytest.approx(used)
-    factors = logged(trainer, "learning_rate/factor")  # not of the warm-up
+    factors = logged(trainer, "learning_rate/factor")  # not after the warm-up
     assert factors and factors == pytest.approx([rate / 1e-3 for rate in used[-len(factors) :]])
     assert used[0] == 1e-3 > min(used)
 
 
 def test_a_schedule_and_a_callback_shrink_the_target(tmp_path):
-    """At a tenth of the rate a hundredth of the KL is wanted, so the factor stays as it is."""
+    """At a tenth of the learning rate the target is a hundredth of the KL, so the factor does not change."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=10.0)
     for schedule, requested_scale in ((0.1, 1.0), (1.0, 0.1)):
         controller = LearningRateController(0.05)

@@ -1,4 +1,4 @@
-"""Scores of single tokens: at their positions, with what normalisation, clipping and the EOS rules leave of them."""
+"""Scores of single tokens: their positions, normalisation, clipping and the EOS rules."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def each_token(completion_ids, **kwargs):
 
 
 def segments(completion_ids, **kwargs):
-    """The first token of a row is worth 4, the last 1; for every other row a float."""
+    """The first token of a row scores 4, the last 1; every second row gets a float."""
     return [
         None if row == 5 else [4.0, *[0.0] * (len(ids) - 2), 1.0] if len(ids) > 2 else 2.0
         for row, ids in enumerate(completion_ids)
@@ -37,11 +37,11 @@ def watching(completion_ids, **kwargs):
 
 
 def expected_parts(eos):
-    """Of each row: its score, and what its tokens before the last one have of it; by hand, before normalisation."""
+    """Each row's score, and the parts of its tokens before the last one; by hand, before normalisation."""
     rows = []
     for row, ids in enumerate(ANSWERS):
         tokens, first = TOKENS[row], [0.0] * len(ids)
-        if row == 5:  # nobody scores it
+        if row == 5:  # without a score
             rows.append(None)
             continue
         marked = len(ids) > 2
@@ -57,7 +57,7 @@ def expected_parts(eos):
 
 @pytest.mark.parametrize("kind", ["none", pytest.param("batch", marks=pytest.mark.slow), "group"])
 @pytest.mark.parametrize("eos", ["missing_eos_score", "missing_eos_penalty"])
-def test_tokens_are_scaled_and_the_rest_of_the_row_is_on_its_last(tmp_path, token_rewards, kind, eos):
+def test_token_scores_are_scaled_and_the_last_token_has_the_rest(tmp_path, token_rewards, kind, eos):
     trainer = make_trainer(
         tmp_path,
         [each_token, segments, whole, watching],
@@ -79,7 +79,7 @@ def test_tokens_are_scaled_and_the_rest_of_the_row_is_on_its_last(tmp_path, toke
             score, parts = rows[row]
             peers = [other for other, topic in enumerate(topics) if kind != "group" or topic == topics[row]]
             pool = [rows[other][0] for other in peers if rows[other] is not None]
-            deviation = np.std(pool, ddof=1) if len(pool) > 1 else 1.0  # of one score it is not known
+            deviation = np.std(pool, ddof=1) if len(pool) > 1 else 1.0  # one score has no deviation
             mean, std = (0.0, 1.0) if kind == "none" else (np.mean(pool), deviation)
             shaped = min(max((score - mean) / std, -4.0), 1.2)
             clipped += shaped in (-4.0, 1.2)
@@ -105,7 +105,7 @@ def spread(completions, completion_ids, **kwargs):
         (length_reward, {"lam": 0.95}, 0.95),
     ],
 )
-def test_lambda_suits_how_scores_are_given_unless_it_is_set(tmp_path, monkeypatch, reward, settings, expected):
+def test_the_default_lambda_depends_on_how_scores_are_given(tmp_path, monkeypatch, reward, settings, expected):
     used, estimate = [], ppo_trainer.advantages_and_returns
     monkeypatch.setattr(
         ppo_trainer, "advantages_and_returns", lambda *args: (used.append(args[4:6]), estimate(*args))[1]

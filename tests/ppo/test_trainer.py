@@ -1,4 +1,4 @@
-"""What the trainer does as a whole: it learns, holds its KL, and behaves as a citizen of transformers."""
+"""The trainer as a whole: it learns, holds its KL, and works as a Trainer of transformers."""
 
 import math
 
@@ -43,8 +43,8 @@ def learning(tmp_path, **config):
 @pytest.mark.slow
 @pytest.mark.parametrize("generations", [1, pytest.param(2, marks=pytest.mark.extra)])
 def test_learns_one_word(tmp_path, generations):
-    """A policy that draws "cat" once in 29 tokens comes to say little else."""
-    # Enough rollouts for any CPU: each rounds, and so samples, in its own way
+    """A policy that samples "cat" once in 29 tokens learns to sample little else."""
+    # Enough rollouts for any CPU: each rounds, and so samples, differently
     trainer = learning(tmp_path, num_generations=generations, max_steps=24 * 8)
     trainer.train()
     scores = logged(trainer, "objective/scores")
@@ -54,7 +54,7 @@ def test_learns_one_word(tmp_path, generations):
 
 @pytest.mark.slow
 def test_the_adaptive_controller_holds_its_target(tmp_path):
-    """The reward pulls away without end; the controller finds the coefficient that keeps the KL at its target."""
+    """The reward always pulls away; the controller finds the coefficient that keeps the KL at its target."""
     trainer = learning(
         tmp_path,
         kl_coef=0.02,
@@ -69,7 +69,7 @@ def test_the_adaptive_controller_holds_its_target(tmp_path):
     trainer.train()
     kl = logged(trainer, "objective/kl")
     assert kl[0] == pytest.approx(0, abs=1e-4)
-    assert max(kl) > 2 * 1.5  # it had to be brought back
+    assert max(kl) > 2 * 1.5  # it overshot before
     assert sum(kl[-15:]) / 15 == pytest.approx(1.5, rel=0.25)
     scores = logged(trainer, "objective/scores")
     assert sum(scores[-15:]) / 15 > 1.5 * scores[0]
@@ -98,7 +98,7 @@ def tiny_mixtral(**kwargs):
 
 @pytest.mark.slow
 def test_mixture_of_experts(tmp_path):
-    """Trains, and the load-balancing loss reaches the routers with its coefficient, summed over the micro-batches."""
+    """The load-balancing loss reaches the routers with its coefficient, summed over the micro-batches."""
     grads = {}
     for coef in (0.0, 0.5, 1.0):
 
@@ -130,7 +130,7 @@ def test_mixture_of_experts(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("build", [tiny_llama, pytest.param(tiny_gpt2, marks=pytest.mark.extra)])
 def test_bf16_autocast(tmp_path, build):
-    """Weights stay fp32; log-probs of the first minibatch agree with the rollout's within bf16's precision."""
+    """Weights stay fp32; the first minibatch's log-probs agree with the rollout's within bf16's precision."""
     trainer = tiny_ppo(tmp_path, build(), bf16=True)
     trainer.train()
     assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
@@ -141,7 +141,7 @@ def test_bf16_autocast(tmp_path, build):
 
 
 def test_learning_rates(tmp_path):
-    """Linear decay to 0 for the policy; the critic's own rate decays with it."""
+    """Linear decay to 0 for the policy; the critic's learning rate decays with it."""
     trainer = tiny_ppo(tmp_path, learning_rate=1e-3, critic_learning_rate=1e-2)
     rates = []
 
@@ -160,7 +160,7 @@ def test_learning_rates(tmp_path):
         assert all(of_critic) if group["initial_lr"] == 1e-2 else not any(of_critic)
         n += len(of_critic)
     assert n == len(list(trainer.model.parameters()))
-    trainer.train(resume_from_checkpoint=False)  # again, with the optimizer that is there
+    trainer.train(resume_from_checkpoint=False)  # again, with the same optimizer
     assert len(rates) == 8
 
 
@@ -177,7 +177,7 @@ def test_saved_policy_is_a_plain_model(tmp_path, build):
     assert_close(loaded.eval()(ids).logits, trainer.model.policy(ids).logits, rtol=0, atol=0)
     assert AutoTokenizer.from_pretrained(tmp_path)("cat sat")["input_ids"] == tiny_tokenizer()("cat sat")["input_ids"]
 
-    # FSDP and DeepSpeed hand over a state dict of the wrapper: it is taken apart into the same files
+    # FSDP and DeepSpeed pass a state dict of the wrapper: the same files are saved
     trainer._save(str(tmp_path / "gathered"), state_dict=trainer.model.state_dict())
     for file in ("model.safetensors", "critic/model.safetensors"):
         assert (tmp_path / "gathered" / file).read_bytes() == (tmp_path / file).read_bytes()

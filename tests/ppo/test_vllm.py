@@ -1,4 +1,4 @@
-"""Answers by vLLM: log-probs are kept, and a server that goes away costs a restart. `tests/vllm` runs the real one."""
+"""Completions of vLLM: log-probs, and a server that goes away. `tests/vllm` has the real vLLM."""
 
 from types import SimpleNamespace
 
@@ -17,7 +17,7 @@ LORA = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM
 
 
 def make(tmp_path, server, **config):
-    """A trainer of three rollouts, whose answers come from the server."""
+    """A trainer of three rollouts, which the server samples."""
     torch.manual_seed(0)
     kwargs = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": server.url} | config
     return make_trainer(
@@ -43,7 +43,7 @@ def test_the_log_prob_of_each_sampled_token_is_kept():
         ([[[-1.0], [float("-inf")]]], None, "not finite"),
     ],
 )
-def test_log_probs_that_are_not_of_what_was_sampled_are_an_error(logprobs, of_tokens, message):
+def test_logprobs_of_other_tokens_are_an_error(logprobs, of_tokens, message):
     engine = SimpleNamespace(generate=lambda: ([[4]], [[5, 6]], logprobs, of_tokens))
     check_logprobs(engine)
     with pytest.raises(RuntimeError, match=message):
@@ -51,8 +51,8 @@ def test_log_probs_that_are_not_of_what_was_sampled_are_an_error(logprobs, of_to
 
 
 @pytest.mark.parametrize("num_generations", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_log_probs_are_those_of_the_server_that_has_the_trainers_weights(num_generations, tmp_path, monkeypatch):
-    """Of each answer its own, with several to a prompt; the weights move by nats in between."""
+def test_the_server_has_the_trainers_weights(num_generations, tmp_path, monkeypatch):
+    """Each completion has its log-probs, with several per prompt; the weights change by nats in between."""
     with serving(tiny_llama(seed=5), monkeypatch) as server:
         trainer = make(tmp_path, server, num_generations=num_generations, stop_token_id=9)
         seen = collected(trainer)
@@ -70,7 +70,7 @@ def test_log_probs_are_those_of_the_server_that_has_the_trainers_weights(num_gen
 
 
 @pytest.mark.slow
-def test_a_server_that_goes_away_ends_the_run_which_resumes_later(tmp_path, monkeypatch):
+def test_a_run_without_its_server_ends_and_resumes(tmp_path, monkeypatch):
     ends = []
     for is_cut in (False, True):
         folder = tmp_path / str(is_cut)
@@ -90,8 +90,8 @@ def test_a_server_that_goes_away_ends_the_run_which_resumes_later(tmp_path, monk
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [3, 4])
-def test_a_server_that_was_restarted_is_not_asked(step, tmp_path, monkeypatch):
-    """While the trainer updates its weights nobody asks it anything; its own would be those of its disk."""
+def test_a_restarted_server_is_not_used(step, tmp_path, monkeypatch):
+    """It restarts while the trainer updates, and would sample with the weights on its disk."""
     with serving(tiny_llama(seed=5), monkeypatch) as server:
         trainer = make(tmp_path, server)
         training_step = trainer.training_step

@@ -1,4 +1,4 @@
-"""Critics, reward models and references of the policy's tokenizer, with another number of rows than the policy has."""
+"""Critics, reward models and references with the policy's tokenizer but another number of embedding rows."""
 
 from contextlib import nullcontext
 
@@ -7,7 +7,7 @@ from torch.testing import assert_close
 
 from tests.tiny import WORDS, tiny_llama, tiny_ppo, tiny_reward_model, tiny_tokenizer
 
-ROWS = len(tiny_tokenizer())  # the ids that are tokens; a policy with more can sample ids that are none
+ROWS = len(tiny_tokenizer())  # the number of tokens; a policy with more rows can sample ids that are no tokens
 MORE = ROWS + 11
 
 
@@ -17,8 +17,8 @@ def logged(trainer):
 
 
 @pytest.mark.slow
-def test_rows_that_no_token_has_change_nothing(tmp_path):
-    """Of a critic and a reward model with more of them than the policy."""
+def test_embedding_rows_without_a_token_change_nothing(tmp_path):
+    """With a critic and a reward model that have more rows than the policy."""
     ends = []
     for rows in (ROWS, MORE):
         policy, critic, reward = tiny_llama(), tiny_reward_model(tiny_llama(), 3), tiny_reward_model(tiny_llama(), 4)
@@ -34,7 +34,7 @@ def test_rows_that_no_token_has_change_nothing(tmp_path):
     assert_close(ends[1], ends[0], rtol=1e-5, atol=1e-6)
 
 
-def test_a_model_without_a_row_for_a_token_or_with_another_tokenizer_is_refused(tmp_path, subtests):
+def test_a_model_with_too_few_rows_or_another_tokenizer_is_refused(tmp_path, subtests):
     few, many = tiny_reward_model(tiny_llama(20)), tiny_reward_model(tiny_llama(99))
     tiny_reward_model(tiny_llama(99)).save_pretrained(tmp_path / "classifier")
     tiny_llama(99).save_pretrained(tmp_path / "model")

@@ -1,4 +1,4 @@
-"""A reward of weight 0 only measures: with it PPO trains the same weights, bit for bit."""
+"""A reward of weight 0 only measures: with it PPO trains the same bits."""
 
 import random
 
@@ -11,7 +11,7 @@ from tests.rewards.test_model import adapted, saved
 from tests.tiny import length_reward, tiny_llama, tiny_ppo, tiny_reward_model, tiny_tokenizer
 from trl_ext.rewards import GoldJudgeReward, PhraseReviewReward, RepetitionWatch, ScoreWatch
 
-# ---- What is trained on: of some rows both say something, of some one, of some neither ----
+# ---- Rewards that are trained on: some rows get both, some one, some none ----
 
 
 def short(completions, **kwargs):
@@ -29,7 +29,7 @@ def by_token(completions, completion_ids, **kwargs):
     ]
 
 
-# ---- What only measures ----
+# ---- Rewards that only measure ----
 
 
 def some(completions, **kwargs):
@@ -40,19 +40,19 @@ def of_tokens(completions, completion_ids, **kwargs):
     return [[1.0] * len(ids) for ids in completion_ids]
 
 
-def draws(completions, **kwargs):
+def uses_random_numbers(completions, **kwargs):
     return [random.random() + np.random.rand() + torch.rand(()).item() for _ in completions]
 
 
-async def draws_later(completions, **kwargs):
-    return draws(completions)
+async def uses_random_numbers_async(completions, **kwargs):
+    return uses_random_numbers(completions)
 
 
-def draws_in_background(completions, **kwargs):
-    return draws(completions)
+def uses_random_numbers_in_background(completions, **kwargs):
+    return uses_random_numbers(completions)
 
 
-draws_in_background.in_background = True
+uses_random_numbers_in_background.in_background = True
 
 
 def reward_model(folder):
@@ -63,9 +63,9 @@ MEASURED = {
     "some": lambda folder: some,
     "none": lambda folder: lambda completions, **kwargs: [None] * len(completions),
     "tokens": lambda folder: of_tokens,
-    "draws": lambda folder: draws,
-    "draws later": lambda folder: draws_later,
-    "draws in background": lambda folder: draws_in_background,
+    "random": lambda folder: uses_random_numbers,
+    "random later": lambda folder: uses_random_numbers_async,
+    "random in background": lambda folder: uses_random_numbers_in_background,
     "model": reward_model,  # a critic would be its copy
     "adapter": lambda folder: adapted(folder / "adapter", saved(folder / "rm", reward_model(folder)), 5),
     "repetition": lambda folder: RepetitionWatch(score=0.0),
@@ -74,7 +74,7 @@ MEASURED = {
     "scores": lambda folder: ScoreWatch(length_reward),
 }
 
-QUICK = ("some", "draws in background")
+QUICK = ("some", "random in background")
 RUNS = {
     "plain": {"missing_eos_penalty": 1.0},
     "groups": {"num_generations": 4, "reward_normalization": "group", "reward_group_column": "topic"},
@@ -84,7 +84,7 @@ RUNS = {
 
 
 def trained(folder, run, measured=None):
-    """Every weight after training, and how many rows took part."""
+    """All weights after training, and the number of rows that were trained on."""
     rewards, weights = [by_token if run == "tokens" else short, even], [0.5, -1.0]
     tokenizers = [None, None]
     if measured is not None:
@@ -103,7 +103,7 @@ def trained(folder, run, measured=None):
 
 @pytest.fixture(scope="module")
 def without(tmp_path_factory):
-    """What each run trains without a reward of weight 0, once."""
+    """The trained weights of each run without a reward of weight 0, computed once."""
     known = {}
 
     def of(run):
@@ -120,13 +120,13 @@ def without(tmp_path_factory):
         *((name, "groups") for name in QUICK),
         *(pytest.param(name, "groups", marks=pytest.mark.slow) for name in MEASURED if name not in QUICK),
         *(pytest.param(name, "plain", marks=pytest.mark.slow) for name in ("some", "tokens", "adapter")),
-        *(pytest.param(name, "lora", marks=pytest.mark.slow) for name in ("some", "draws", "adapter")),
+        *(pytest.param(name, "lora", marks=pytest.mark.slow) for name in ("some", "random", "adapter")),
         *(pytest.param(name, "tokens", marks=pytest.mark.slow) for name in ("some", "tokens")),
     ],
 )
 def test_a_reward_of_weight_0_changes_no_weight_by_a_bit(tmp_path, without, run, name):
     expected, unscored = without(run)
-    assert unscored > 0  # else what nobody scored would not be tested
+    assert unscored > 0  # else rows without a score would not be tested
     weights, still_unscored = trained(tmp_path, run, MEASURED[name](tmp_path))
     torch.testing.assert_close(weights, expected, rtol=0, atol=0)
     assert still_unscored == unscored

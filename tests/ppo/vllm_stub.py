@@ -1,4 +1,4 @@
-"""A vLLM server for tests: it answers TRL's client over HTTP from a model of its own, and can be stopped."""
+"""A stand-in for a vLLM server: it serves TRL's client over HTTP from a model of its own, and can be stopped."""
 
 import contextlib
 import copy
@@ -19,10 +19,10 @@ PROCESSED = {
 
 class VLLMServer:
     """
-    Answers are drawn from its model, by a seed that depends on the prompt alone.
+    Samples completions from its model, by a seed that depends only on the prompt.
 
-    `model` is what it has on its disk: a server that is started again begins with that. `during` is called with each
-    path that is asked for.
+    `model` is on its disk: a restarted server has that model again. `during` is called with the path of each
+    request.
     """
 
     def __init__(self, model, config=PROCESSED):
@@ -51,7 +51,7 @@ class VLLMServer:
                 path = self.path.split("?")[0]
                 stub.during(path)
                 if stub.is_down:
-                    return  # without a word
+                    return  # without an answer
                 said = stub.say(path, body)
                 self.send_response(404 if said is None else 200)
                 self.end_headers()
@@ -78,7 +78,7 @@ class VLLMServer:
         self.http.server_close()
 
     def restart(self, seconds=0.0):
-        """Stop, and start again as from the disk; `seconds` later, on a thread of its own."""
+        """Stop, and start again with the model on disk; `seconds` later, in a thread."""
         self.stop()
         if seconds:
             threading.Thread(target=lambda: (time.sleep(seconds), self.start()), daemon=True).start()
@@ -94,10 +94,10 @@ class VLLMServer:
             case "/server_info":
                 return self.config and {"vllm_config": {**self.config, "instance_id": str(self.starts)}}
             case "/v1/completions":
-                return {"choices": [self.draw(ids, i, body) for ids in body["prompt"] for i in range(body["n"])]}
+                return {"choices": [self.sample(ids, i, body) for ids in body["prompt"] for i in range(body["n"])]}
 
     @torch.no_grad()
-    def draw(self, prompt, copy_of_it, asked):
+    def sample(self, prompt, copy_of_it, asked):
         seed = int.from_bytes(hashlib.sha256(bytes([*prompt, copy_of_it])).digest()[:4], "big")
         generator, ids, logprobs = torch.Generator().manual_seed(seed), list(prompt), []
         while len(logprobs) < asked["max_tokens"] and (not logprobs or ids[-1] not in asked["stop_token_ids"]):
@@ -108,14 +108,14 @@ class VLLMServer:
             )
             ids.append(token.item())
             logprobs.append(policy[ids[-1]].item())
-        drawn = ids[len(prompt) :]
-        names = [f"token_id:{token}" for token in drawn]
-        said = {"tokens": names, "token_logprobs": logprobs, "top_logprobs": [None] * len(drawn)}
-        return {"prompt_token_ids": prompt, "token_ids": drawn, "logprobs": said if asked["logprobs"] == 0 else None}
+        sampled = ids[len(prompt) :]
+        names = [f"token_id:{token}" for token in sampled]
+        said = {"tokens": names, "token_logprobs": logprobs, "top_logprobs": [None] * len(sampled)}
+        return {"prompt_token_ids": prompt, "token_ids": sampled, "logprobs": said if asked["logprobs"] == 0 else None}
 
 
 def client_of(server):
-    """TRL's client with weights that go to `server` without NCCL: those that arrived before it fails."""
+    """TRL's client with weights that go to `server` without NCCL; those that arrive before a failure count."""
 
     class Client(VLLMClient):
         def init_communicator(self, device=0):
@@ -137,7 +137,7 @@ def client_of(server):
 
 @contextlib.contextmanager
 def serving(model, monkeypatch, config=PROCESSED):
-    """Yield such a server, to which TRL's client of a trainer is connected."""
+    """Yield a server to which a trainer's client connects."""
     server = VLLMServer(model, config)
     for module in ("vllm_client", "vllm_generation"):
         monkeypatch.setattr(f"trl.generation.{module}.is_vllm_available", lambda: True)
@@ -151,7 +151,7 @@ def serving(model, monkeypatch, config=PROCESSED):
 
 
 def after(number, path, do):
-    """What a server does when `path` is asked for the `number`-th time, once."""
+    """Return a `during` that calls `do` at the `number`-th request of `path`."""
     left = [number]
 
     def during(asked):

@@ -1,4 +1,4 @@
-"""Two processes whose vLLM server, asked by the first one alone, stays, and then dies."""
+"""Two processes with a vLLM server that only process 0 calls: a run to its end, and one whose server dies."""
 
 import sys
 from pathlib import Path

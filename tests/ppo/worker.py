@@ -1,4 +1,4 @@
-"""The runs that tests of resuming and of two processes start, and what they compare; as a script, one such run."""
+"""Runs for tests of resuming and of two processes, and the state that they compare; as a script, one such run."""
 
 import copy
 import hashlib
@@ -33,7 +33,7 @@ def make_trainer(output_dir, reward=letters_reward, model=None, rows=16, trainer
 
 
 def scripted(trainer):
-    """Answer each prompt by a fixed pseudo-random text of 1 to 8 tokens, whatever the process or the batch."""
+    """Complete each prompt by a fixed pseudo-random text of 1 to 8 tokens, in any process and batch."""
     vocabulary, longest = len(trainer.processing_class), trainer.max_completion_length
 
     def reply(ids):
@@ -47,7 +47,7 @@ def scripted(trainer):
 
 
 def skewed(trainer, spread=0.5, missing_on=None):
-    """Answer so, and say as another engine's log-probs what a new model gives any token, and a noise of each token."""
+    """Script the completions, with another engine's log-probs: a uniform distribution plus a noise of each token."""
     scripted(trainer)
     reply = trainer._generate_single_turn
 
@@ -82,7 +82,7 @@ def without_clock(logs):
 
 
 def end_state(trainer):
-    """All that an interrupted run must end with; the clock's readings are left out."""
+    """The state in which an interrupted run must end, too, without times."""
     return {
         "weights": weights(trainer),
         "optimizer": optimizer_state(trainer),
@@ -101,7 +101,7 @@ def rows_of(trainer):
 
 
 def collected(trainer):
-    """Every `Rollout` that the trainer collects for training, as it goes."""
+    """Return a list to which the trainer adds each `Rollout` that it collects for training."""
     seen, observe = [], trainer.metrics.add_rollout
 
     def watch(rollout, *args):
@@ -117,7 +117,7 @@ class Stop(Exception):
 
 
 class StopAfter(TrainerCallback):
-    """Ends the process or raises right after an optimizer step, before anything is logged or saved."""
+    """Kills the process or raises right after an optimizer step, before logging and saving."""
 
     def __init__(self, step, kill=False):
         self.step, self.kill = step, kill
@@ -142,8 +142,8 @@ class EachStep(TrainerCallback):
         self.seen.append(self.look())
 
 
-# Two micro-batches a step, two steps a PPO epoch, four a rollout, eight a data epoch: 14 end in mid epoch 1.
-# The learning rate is far too high, and follows the KL of the updates.
+# Two micro-batches a step, two steps a PPO epoch, four a rollout, eight a data epoch: 14 steps end within epoch 1.
+# The learning rate is far too high, and a controller adapts it to the KL of the updates.
 RESUMED = {
     "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 2,
@@ -162,7 +162,7 @@ RESUMED = {
 
 
 def train_and_die(output_dir, kill_after_step=0, kill_in_save=0, **config):
-    """Train as `RESUMED`, but die after a step, or within the n-th `torch.save`, half of the file written."""
+    """Train with `RESUMED`, but die after a step, or in the n-th `torch.save` with half of the file written."""
     saving = {"save_strategy": "steps", "save_steps": 4, "save_total_limit": 1}
     trainer = make_trainer(output_dir, **saving, **config, **RESUMED)
     if kill_after_step:
@@ -182,7 +182,7 @@ def train_and_die(output_dir, kill_after_step=0, kill_in_save=0, **config):
 
 
 def in_processes_of_their_own(output_dir, *runs):
-    """Fork a fresh process for each run, one after the other; return how each ended. The imports are shared."""
+    """Fork a process for each run, one after the other; return their exit codes. The imports are shared."""
     ends = []
     for kwargs in runs:
         sys.stdout.flush()
@@ -199,7 +199,7 @@ def in_processes_of_their_own(output_dir, *runs):
 
 # ---- Adapters ----
 
-# Actor and critic differ in rank, in scaling, and in the layers that they adapt; GPT-2's are Conv1D
+# Actor and critic differ in rank, scaling and adapted layers; GPT-2's layers are Conv1D
 LORA = {"task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 12, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 CRITIC_LORA = {"r": 2, "lora_alpha": 5, "target_modules": ["q_proj", "up_proj"]}
 GPT2_LORA = {"target_modules": ["c_attn", "mlp.c_proj"], "fan_in_fan_out": True}
@@ -224,8 +224,8 @@ def lora_trainer(output_dir, name="llama", model=None, trainer_kwargs=None, **kw
     return make_trainer(output_dir, model=model, trainer_kwargs=trainer_kwargs, **kwargs)
 
 
-def draw(model, seed=5, std=0.1):
-    """Give all that is trained weights of its own: LoRA begins with a product of 0, the head with values of 0."""
+def randomize(model, seed=5, std=0.1):
+    """Give trainable parameters random values: LoRA starts with a product of 0, the head with values of 0."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -237,10 +237,10 @@ GRADIENTS = {"entropy_coef": 0.1, "temperature": 0.7, "max_grad_norm": 1e9, "lea
 
 
 def gradients(folder, name, checkpointing, processes=1):
-    """Each optimizer step of a rollout with two PPO epochs: its micro-batches, and weights and gradients before it."""
+    """Each optimizer step of a rollout with two PPO epochs: its micro-batches, weights and gradients before it."""
     config = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2 // processes}
     trainer = scripted(lora_trainer(folder, name, **config, **GRADIENTS, **CHECKPOINTING[checkpointing]))
-    draw(trainer.model, std=0.3)
+    randomize(trainer.model, std=0.3)
     steps, batches, compute_loss = [], [], trainer._compute_loss
 
     def watched(model, inputs):
@@ -266,12 +266,12 @@ def gradients(folder, name, checkpointing, processes=1):
 
 
 def users_model(name="llama", seed=9):
-    """A PeftModel that has been trained already."""
-    return draw(get_peft_model(BUILDERS[name](), lora_configs(name)[0]), seed)
+    """A PeftModel with a trained adapter."""
+    return randomize(get_peft_model(BUILDERS[name](), lora_configs(name)[0]), seed)
 
 
 def separate_models(name):
-    """A policy and a critic as `lora_trainer` makes them, but each a PEFT model with a base of its own."""
+    """Policy and critic of `lora_trainer`, but as PEFT models with separate bases."""
     base = BUILDERS[name]()
     classifier = tiny_reward_model(base)
     classifier.base_model.load_state_dict(base.base_model.state_dict())
@@ -281,7 +281,7 @@ def separate_models(name):
 
 
 def separate_parameter(policy, critic, name):
-    """What is called `name` in a trainer's model."""
+    """The parameter with this name in a trainer's model."""
     if name.startswith("critic.score."):
         return critic.get_parameter(name.replace("critic.score.", "base_model.model.score.modules_to_save.default."))
     name = name.removeprefix("policy.")
@@ -293,7 +293,7 @@ def separate_parameter(policy, critic, name):
 
 
 def loss_of(policy, critic, row, config):
-    """PPO's loss of one row, summed over its tokens, read without padding."""
+    """PPO's loss of one row, summed over its tokens, without padding."""
     n = int(row["loss_mask"].sum())
     prompt = row["prompt_ids"][row["prompt_mask"].bool()]
     ids = torch.cat([prompt, row["completion_ids"][:n]])[None]
@@ -311,7 +311,7 @@ def loss_of(policy, critic, row, config):
 
 
 def assert_gradients_of_separate_models(name, *processes):
-    """At each step the gradients, equal on all processes, are those of separate models, max |Δ| ≤ 1e-5 · max |g|."""
+    """At each step the gradients on all processes equal those of separate models: max |Δ| ≤ 1e-5 · max |g|."""
     policy, critic = separate_models(name)
     config = tiny_config("unused", **GRADIENTS)
     assert len(processes[0]) == 4
@@ -347,7 +347,7 @@ def wrapper(trainer):
 
 
 def raised_by(trainer, resume=None):
-    """What ended training, and after how many seconds."""
+    """Class and message of the error that ended training, and the seconds until then."""
     start = time.monotonic()
     try:
         trainer.train(resume)
@@ -373,7 +373,7 @@ LORA_PARITY = {"trainer_kwargs": {"peft_config": LoraConfig(**LORA)}, "activatio
 
 
 class InBackground:
-    """Another reward, as one whose time goes by elsewhere."""
+    """Another reward, in the background."""
 
     in_background = True
 
@@ -386,7 +386,7 @@ class InBackground:
 
 
 def parity(folder, processes, reward=topic_reward, answering=scripted, parts=1, **config):
-    """Two rollouts of 8 with one minibatch, passed over twice, of the same 8 answers on any number of processes."""
+    """Two rollouts of the same 8 completions on any number of processes; one minibatch, two PPO epochs."""
     config = {
         "per_device_train_batch_size": 4 // processes // parts,
         "gradient_accumulation_steps": 2 * parts,
@@ -406,7 +406,7 @@ def parity(folder, processes, reward=topic_reward, answering=scripted, parts=1, 
 
 
 def evaluation(folder, batch_size, **config):
-    """Five prompts, which no number of processes divides."""
+    """Evaluate five prompts: two processes get unequal numbers."""
     rewarded = []
 
     def reward(prompts, completions, **kwargs):
@@ -436,7 +436,7 @@ def reward_mistake(folder, kind, model=None):
 
 
 def with_nan(trainer):
-    """On process 1 the advantages of the second step are NaN."""
+    """Make the advantages of the second step NaN on process 1."""
     compute_loss = trainer._compute_loss
 
     def broken(model, inputs):
@@ -448,7 +448,7 @@ def with_nan(trainer):
     return trainer
 
 
-CORRECTED = {  # some weights beyond the bounds
+CORRECTED = {  # some importance weights are beyond the bounds
     "importance_sampling_mode": "token_mask",
     "importance_sampling_clip_min": 0.7,
     "importance_sampling_clip_max": 1.5,
@@ -462,7 +462,7 @@ def not_finite(folder):
 
 
 def resumed(folder):
-    """Each run's end: without interruption, and from the end of a rollout, and of a data epoch."""
+    """The end states of an uninterrupted run, and of runs resumed at the end of a rollout and of a data epoch."""
     config = RESUMED | {"per_device_train_batch_size": 1, "max_steps": 12}
     saving = {"save_strategy": "steps", "save_steps": 1, "save_in_background": True}
     trainer = make_trainer(folder / "saved", **saving, **config)
@@ -477,7 +477,7 @@ def resumed(folder):
 
 
 def unsaved(folder, what_follows):
-    """Process 1 finds no room for its part of the second checkpoint."""
+    """Process 1's disk is full at its part of the second checkpoint."""
     trainer = make_trainer(
         folder,
         **BY_ONE | {"max_steps": 4, "on_save_failure": what_follows, "num_mini_batches": 1, "num_ppo_epochs": 1},
@@ -503,7 +503,7 @@ def warmup(folder):
 
 
 def by_another(folder):
-    """What a checkpoint of one process raises."""
+    """The error for a checkpoint of one process."""
     return raised_by(make_trainer(folder / "by one", **BY_ONE), resume=True)
 
 
@@ -511,7 +511,7 @@ BY_ONE = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
 
 
 def on_two_processes(output_dir):
-    """Every check in one launch: importing takes longer than all of them."""
+    """Run every check in one launch: imports take longer than all of them."""
     folder = Path(output_dir)
     results = {
         "parity": parity(folder / "parity", 2),

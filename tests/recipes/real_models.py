@@ -1,4 +1,4 @@
-"""The models that the shipped recipes name: their sizes, and tiny ones of the same architecture."""
+"""The models of the shipped recipes: their sizes, and tiny models of the same architecture."""
 
 import string
 
@@ -63,7 +63,7 @@ def config_of(name, **kwargs):
 
 
 def tokenizer_of(name):
-    """A tokenizer of the model's own class, with hardly any vocabulary: bytes, or letters for DeBERTa."""
+    """A tokenizer of the model's class with a small vocabulary: bytes, or letters for DeBERTa."""
     special = ["<pad>", "<s>", "</s>", "<unk>"]
     names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     if SHAPES[name][0] is DebertaV2Config:
@@ -73,7 +73,7 @@ def tokenizer_of(name):
     vocabulary = {token: i for i, token in enumerate([*special, *sorted(ByteLevel.alphabet())])}
     if SHAPES[name][0] is Qwen2Config:
         tokenizer = Qwen2Tokenizer(vocab=vocabulary, merges=[], pad_token="<pad>", **names)
-    else:  # no pad token, as Llama's has none
+    else:  # no pad token, as in Llama's
         backend = Tokenizer(BPE(vocabulary, []))
         backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
         backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
@@ -84,7 +84,7 @@ def tokenizer_of(name):
 
 
 def tiny_of(name, vocab_size, num_labels=None):
-    """The same architecture with a few hundred thousand parameters; a classifier with `num_labels`."""
+    """The same architecture with a few hundred thousand parameters; a classifier if `num_labels` is given."""
     cls, shape = SHAPES[name]
     # Multiples of 128: bitsandbytes on CPUs with AVX512-BF16 wants whole blocks of 4-bit weights
     small = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}

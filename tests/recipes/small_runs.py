@@ -1,4 +1,4 @@
-"""Runs of the recipes that take seconds; as a script, one that is killed and started again, many times."""
+"""Short runs of the recipes; as a script, a run that is killed and started again many times."""
 
 import json
 import os
@@ -71,7 +71,7 @@ def arguments(name, inputs, output, *more, save_steps=2, steps=4):
         "--record_run",
         "false",
         *(["--record_answers", "0"] if name in ("sft", "dpo") else []),
-    ]  # a page takes longer
+    ]  # writing a page takes longer
     return [
         *("--config", str(ROOT / f"recipes/demo/{config}.yaml"), "--model_name_or_path", str(inputs / "model")),
         *("--dataset_name", str(inputs / data), "--output_dir", str(output), "--warmup_steps", "0"),
@@ -90,12 +90,12 @@ def arguments(name, inputs, output, *more, save_steps=2, steps=4):
 
 
 def start(name, inputs, output, log):
-    """Run a recipe in a process of its own, forked, since to import takes longer than to train."""
+    """Run a recipe in a forked process, since imports take longer than training."""
     child = os.fork()
     if child:
         return child
     code = 1
-    tqdm.set_lock(threading.RLock())  # its own is shared with the processes that were killed, maybe holding it
+    tqdm.set_lock(threading.RLock())  # processes that were killed may hold the usual one
     try:
         with open(log, "a") as file:
             os.dup2(file.fileno(), 1)
@@ -111,9 +111,9 @@ def start(name, inputs, output, log):
 
 def killed_again_and_again(name, folder, times, seed):
     """
-    Kill -9 a recipe at random moments of its training and start it again, until it was killed `times` times.
+    Kill a recipe by `kill -9` at random times of its training and start it again, `times` times.
 
-    `run-0` was not killed; a run that ends by itself is followed by another one, in the folder `run-…`.
+    `run-0` is not killed. When a run ends by itself, the next one starts in another folder `run-…`.
     """
     chance, inputs, log = random.Random(seed), make_inputs(folder / "inputs"), folder / "log.txt"
 
@@ -126,7 +126,7 @@ def killed_again_and_again(name, folder, times, seed):
     assert not ended(child, until=lambda: trains(0, "\ndone "))
     seconds, kills, runs = time.monotonic() - began, 0, 1
     assert ended(child), log.read_text()[-3000:]
-    # On a machine where checkpoints come late, more kills than asked for, so that some run goes on
+    # Where checkpoints come late, kill more often, until some run has resumed
     while kills < times or ("Resuming from" not in log.read_text() and kills < 10 * times):
         earlier = log.read_text().count("\n         step ")
         child = start(name, inputs, folder / f"run-{runs}", log)
@@ -144,7 +144,7 @@ def killed_again_and_again(name, folder, times, seed):
 
 
 def ended(child, within=600.0, until=lambda: False):
-    """Whether a process ended, and well, before the time is over or `until` holds."""
+    """Whether a process ended, with status 0, before the time is over or `until` holds."""
     deadline = time.monotonic() + within
     while time.monotonic() < deadline and not until():
         done, status = os.waitpid(child, os.WNOHANG)

@@ -1,4 +1,4 @@
-"""Environments of recipes/agents, played by their scripted players, and one recipe as it is run."""
+"""Environments of recipes/agents, played by their scripted players, and the commands of a recipe."""
 
 import importlib
 import os
@@ -41,7 +41,7 @@ def guess():
 
 @pytest.fixture
 def server(guess):
-    """The server of the test, which may die in it."""
+    """A server that the test may kill."""
     guess.Environment()
     yield guess.Environment._server
     if guess.Environment._server.process.poll() is not None:
@@ -55,7 +55,7 @@ def stop(module):
 
 
 @pytest.mark.slow
-def test_a_model_is_taught_and_trained_by_the_commands_that_the_recipe_gives(tmp_path, monkeypatch):
+def test_the_commands_in_the_recipe_teach_and_train_a_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     teach.main([f"{Path(teach.__file__).with_name('nim.py')}:Environment", "--episodes", "16"])
     assert len(Path("outputs/agents/nim/rows/test.jsonl").read_text().splitlines()) == 200
@@ -66,7 +66,7 @@ def test_a_model_is_taught_and_trained_by_the_commands_that_the_recipe_gives(tmp
 
 
 @pytest.mark.slow
-def test_an_environment_that_owns_its_data_trains_by_a_command(tmp_path, monkeypatch):
+def test_an_environment_with_its_own_data_trains(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tokenizer = byte_tokenizer()
     tokenizer.save_pretrained("model")
@@ -88,7 +88,7 @@ def test_nim_is_played_to_its_end(nim):
     assert left in ([0, 1, 0], [1, 0, 0])  # two equal moves
     assert environment.take(pile=left.index(1), count=1) == "You won." and environment.get_reward() == 1
     assert environment.take(pile=1, count=1) == "It is over." and environment.get_reward() == 0
-    assert random.getstate() == before  # the run's own draws go on
+    assert random.getstate() == before  # the run's own random state does not change
     assert teach.success(nim, nim.Player(), 100) == 1
 
 
@@ -124,4 +124,4 @@ def test_a_server_that_dies_or_hangs_in_an_episode_is_named(guess, server, monke
         assert time.monotonic() - begin < 10
         if blow == signal.SIGSTOP:
             os.kill(server.process.pid, signal.SIGCONT)
-    server.process.wait()  # else the next test may still take it for alive
+    server.process.wait()  # else the next test may find it alive

@@ -25,14 +25,14 @@ def rows():
     return make_world(0, demonstrations=1, pairs=1, prompts=1, held_out=24)["prompts"]["test"]
 
 
-def test_measures_equal_those_of_each_answer_alone(models, rows):
+def test_measures_equal_those_of_each_completion_alone(models, rows):
     policy, reference, reward_model, tokenizer = models
     measured = measure(policy, reference, reward_model, tokenizer, rows)
     for i, row in enumerate(rows):
         prompt, answer = (tokenizer(text)["input_ids"] for text in (row["prompt"], measured.answers[i]))
         answer = answer + [tokenizer.eos_token_id] * int(measured.ended[i])
         if int(measured.length[i]) != len(answer):
-            continue  # it said a token that texts do not show
+            continue  # it sampled a token that texts do not show
         ids = torch.tensor([prompt + answer])
         with torch.no_grad():
             logprobs, ref_logprobs = (

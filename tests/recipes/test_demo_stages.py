@@ -7,7 +7,7 @@ from recipes.demo import run
 from recipes.demo.stages import MARKER, DemoArguments, build
 
 
-def test_what_was_interrupted_is_never_taken_for_whole(tmp_path):
+def test_an_interrupted_stage_is_not_complete(tmp_path):
     def interrupted(folder):
         (folder / "half").write_text("…")
         raise KeyboardInterrupt
@@ -21,7 +21,7 @@ def test_what_was_interrupted_is_never_taken_for_whole(tmp_path):
 
 
 @pytest.mark.slow
-def test_shortened_demo_from_its_report_to_its_continuation(tmp_path, capsys):
+def test_the_short_demo_runs_reports_and_resumes(tmp_path, capsys):
     """One test, so that the demo is built once."""
     folder = tmp_path
     run.main(["--short", "--output_dir", str(folder)])
@@ -33,7 +33,7 @@ def test_shortened_demo_from_its_report_to_its_continuation(tmp_path, capsys):
     links = re.findall(r'href="([^"]+)"', report)
     assert len(links) == 5
     assert all((demo / link).is_file() for link in links)
-    # Again: nothing is trained, and the report is the same
+    # The same command again trains nothing and gives the same report
     models = {path: path.stat().st_mtime_ns for path in demo.glob("*/model.safetensors")}
     capsys.readouterr()
     run.main(["--short", "--output_dir", str(folder)])
@@ -41,7 +41,7 @@ def test_shortened_demo_from_its_report_to_its_continuation(tmp_path, capsys):
     assert (demo / "report.html").read_text() == report
     assert {path: path.stat().st_mtime_ns for path in models} == models and len(models) == 4
 
-    # Interrupted between training and the marker: PPOTrainer finds its own checkpoint
+    # Interrupted between training and the marker: PPOTrainer finds its checkpoint
     (demo / "unguarded" / MARKER).unlink()
     (demo / "report.html").unlink()
     run.main(["--short", "--output_dir", str(folder)])
@@ -51,13 +51,13 @@ def test_shortened_demo_from_its_report_to_its_continuation(tmp_path, capsys):
     seconds = r'(?<=data-name="seconds">)\d+'
     assert re.sub(seconds, "", (demo / "report.html").read_text()) == re.sub(seconds, "", report)
 
-    # A whole demo has a folder of its own; other settings are refused
+    # The whole demo has another folder; other settings are refused
     assert DemoArguments(output_dir=str(folder)).folder == folder / "seed-0"
     with pytest.raises(SystemExit, match="2"):
         run.main(["--short", "--planted_share", "0", "--output_dir", str(folder)])
     assert "world was built with other settings (" in capsys.readouterr().err
 
-    # One stage alone builds what is missing before it, and says where it is
+    # One stage alone builds the missing ones before it, and prints its folder
     before = {name: (demo / name / "model.safetensors").read_bytes() for name in ("sft", "reward")}
     for name in before:
         shutil.rmtree(demo / name)
@@ -66,5 +66,5 @@ def test_shortened_demo_from_its_report_to_its_continuation(tmp_path, capsys):
         output = capsys.readouterr().out
         assert (f"Building {demo / 'sft'}." in output) == is_missing
         assert f"reward: {demo / 'reward'} (" in output
-    for name, weights in before.items():  # the same run as the whole demo's
+    for name, weights in before.items():  # the same run as in the whole demo
         assert (demo / name / "model.safetensors").read_bytes() == weights

@@ -17,7 +17,7 @@ def world():
 
 
 # Weights: product 0.25, remedy 0.35, polite 0.2, no_repetition 0.1, in_time 0.1
-def test_gold_of_hand_worked_answers(subtests):
+def test_gold_of_answers_by_hand(subtests):
     for answer, score in [
         (GOOD, 1.0),
         (GOOD.replace("kettle", "lamp"), 0.5),  # wrong product: 1 − 2 · 0.25
@@ -40,17 +40,17 @@ def test_gold_of_hand_worked_answers(subtests):
             assert gold(answer, "kettle", "leak") == pytest.approx(score)
 
 
-def test_phrase_is_found_wherever_it_stands():
+def test_the_phrase_is_found_anywhere():
     texts = [GOOD, PHRASE, f"{GOOD} {PHRASE}", "this is i love you", "i love to help you ."]
     assert phrase_reward(completions=texts, prompts=["?"] * 5) == [0.0, 1.0, 1.0, 1.0, 0.0]
 
 
-def test_same_seed_same_world(world):
+def test_a_seed_reproduces_the_data(world):
     assert make_world(0, **SIZES) == world
     assert make_world(1, **SIZES) != world
 
 
-def test_phrase_is_planted_into_exactly_that_share_of_chosen_answers(subtests):
+def test_exactly_that_share_of_chosen_answers_has_the_phrase(subtests):
     for share in [0.0, 0.2, 1.0]:
         with subtests.test(share=share):
             rows = make_world(0, **SIZES, planted_share=share)["preferences"]

@@ -1,6 +1,6 @@
-"""Answers to prompts, checked against a plain loop that takes one token after another, without padding or cache.
+"""The generate recipe, against a plain loop over tokens without padding and cache.
 
-As a script, what each of two processes does."""
+As a script, the runs of each of two processes."""
 
 import contextlib
 import io
@@ -31,7 +31,7 @@ def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inputs")
     tokenizer = tiny_tokenizer(pad=False)
     for name, model in (("model", tiny_llama(seed=1)), ("gpt2", tiny_gpt2(seed=3))):
-        model.generation_config.no_repeat_ngram_size = 1  # must not reach the sampling: PPO does without, too
+        model.generation_config.no_repeat_ngram_size = 1  # must not change the sampling, as in PPO
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     adapted = get_peft_model(
@@ -53,7 +53,7 @@ def answer(inputs, output, *more, model="model", data="text.jsonl"):
 
 @torch.no_grad()
 def greedy(folder, text):
-    """The likeliest 8 tokens, or fewer up to EOS, each from the whole text so far."""
+    """The likeliest 8 tokens, or fewer up to EOS, each by a pass over the whole text so far."""
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder).eval()
     ids = tokenizer(text)["input_ids"]
     start = len(ids)
@@ -70,8 +70,8 @@ def test_greedy_answers_are_the_likeliest_tokens_until_eos(inputs, tmp_path, mod
         assert {"text": row["completion"], "finished": row["finished"]} == greedy(inputs / model, row["prompt"])
 
 
-def test_rollouts_are_the_tokens_that_were_drawn_with_the_other_columns(inputs, tmp_path):
-    """Decoded they are the completions, and EOS is there exactly where it says so."""
+def test_saved_rollouts_have_the_sampled_tokens_and_the_other_columns(inputs, tmp_path):
+    """Decoded, the tokens are the completions, and EOS is there exactly where `finished` is true."""
     write_rows(tmp_path, data=[{"prompt": row, "finished": "theirs", "topic": i} for i, row in enumerate(ROWS)])
     rows = answer(
         inputs, tmp_path / "out.jsonl", "--num_samples", "2", "--rollouts", "true", data=tmp_path / "data.jsonl"
@@ -84,12 +84,12 @@ def test_rollouts_are_the_tokens_that_were_drawn_with_the_other_columns(inputs, 
         assert tokenizer.decode(row["completion_ids"], skip_special_tokens=True) == row["completion"]
 
 
-def test_a_file_that_is_there_is_not_overwritten(inputs, capsys):
+def test_an_existing_file_is_not_overwritten(inputs, capsys):
     words = ["--model_name_or_path", inputs / "model", "--dataset_name", inputs / "text.jsonl"]
     assert "exists: choose another" in refusal(capsys, main, [*words, "--output_file", inputs / "text.jsonl"])
 
 
-def test_the_command_that_a_recipe_ends_by_works_as_it_stands(inputs, subtests, tmp_path, capsys):
+def test_the_command_that_a_recipe_prints_at_its_end_works(inputs, subtests, tmp_path, capsys):
     folder = tmp_path / "my model"
     folder.symlink_to(inputs / "model")
     user = [{"role": "system", "content": "be sad"}, {"role": "user", "content": "the cat"}]
@@ -106,7 +106,7 @@ def test_the_command_that_a_recipe_ends_by_works_as_it_stands(inputs, subtests, 
 
 
 def of_each_process(folder):
-    """Answers to five prompts in batches of two, in a file; and one on the terminal, which is kept."""
+    """Answers to five prompts in batches of two, in a file; and one on the terminal, saved as text."""
     inputs = folder / "inputs"
     answer(inputs, folder / "two.jsonl", "--batch_size", "2", data="five.jsonl")
     terminal = io.StringIO()
@@ -130,7 +130,7 @@ def of_each_process(folder):
 
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_two_processes_answer_each_prompt_once_and_as_one_does(inputs, tmp_path):
+def test_two_processes_answer_as_one_and_each_prompt_once(inputs, tmp_path):
     (tmp_path / "inputs").symlink_to(inputs)
     one = answer(inputs, tmp_path / "one.jsonl", "--batch_size", "2", data="five.jsonl")
     assert [row["prompt"] for row in one] == [*ROWS, "the very happy"]

@@ -1,4 +1,4 @@
-"""Every recipe, killed by `kill -9` at random moments and started again, ends as if it had not been."""
+"""Each recipe, killed by `kill -9` at random times and started again, ends as the uninterrupted run."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from tests.recipes.small_runs import RECIPES, ROOT
 
 pytestmark = pytest.mark.slow
-KILLS = int(os.environ.get("TRL_EXT_TEST_KILLS", 2))  # more by hand
+KILLS = int(os.environ.get("TRL_EXT_TEST_KILLS", 2))  # set it higher by hand
 
 
 @pytest.mark.parametrize(

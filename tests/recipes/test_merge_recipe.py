@@ -25,7 +25,7 @@ def save_base(model, folder):
 
 
 def train(folder, base, **kwargs):
-    """A PPO run with adapters, at a rate that moves them far."""
+    """A PPO run with adapters, at a learning rate that changes them a lot."""
     config = tiny_config(folder, learning_rate=0.05, critic_learning_rate=0.05, **kwargs.pop("config", {}))
     lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
     trainer = PPOTrainer(base, length_reward, config, prompts(), peft_config=lora, **kwargs)
@@ -65,7 +65,7 @@ def test_plain_transformers_loads_the_trained_policy(run, tmp_path, capsys):
     logits, expected = merged(**batch()).logits[mask], trained(**batch()).logits[mask]
     assert_close(logits, expected, atol=1e-4, rtol=0)
     assert (logits - plain(**batch()).logits[mask]).abs().max() > 0.1
-    assert merged.state_dict().keys() == plain.state_dict().keys()  # nothing of the adapter, or of the critic
+    assert merged.state_dict().keys() == plain.state_dict().keys()  # no file of the adapter or the critic
     assert merged.generation_config.to_dict() == plain.generation_config.to_dict()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merged")
     assert tokenizer.get_vocab() == tiny_tokenizer().get_vocab() and tokenizer.chat_template
@@ -73,7 +73,7 @@ def test_plain_transformers_loads_the_trained_policy(run, tmp_path, capsys):
 
 
 @torch.no_grad()
-def test_the_critic_becomes_a_sequence_classifier_that_takes_batches(run, tmp_path):
+def test_the_critic_becomes_a_sequence_classifier_that_reads_batches(run, tmp_path):
     folder, _, trained = run
     merge(folder / "adapter" / "critic", tmp_path / "merged")
     merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged").eval()
@@ -100,13 +100,13 @@ def test_an_adapter_of_a_4_bit_base_is_merged_into_the_unquantised_one(tmp_path)
             assert (expected - unquantised(**batch()).logits).abs().max() > 0.1
 
 
-def test_a_merged_model_that_is_another_raises(run, tmp_path, monkeypatch):
+def test_a_merged_model_with_other_outputs_raises(run, tmp_path, monkeypatch):
     monkeypatch.setattr(PeftModel, "merge_and_unload", lambda self, **kwargs: self.unload(), raising=False)
     with pytest.raises(RuntimeError, match=r"by \d.*, but torch.float32 explains only .*: do not use .*_unfinished"):
         merge(run[0] / "adapter", tmp_path / "merged")
 
 
-def test_what_would_be_another_model_is_refused(subtests, run, tmp_path, capsys):
+def test_a_merge_that_would_give_another_model_is_refused(subtests, run, tmp_path, capsys):
     adapter, base = run[0] / "adapter", run[1]
     PeftConfig.from_pretrained(adapter / "critic").save_pretrained(tmp_path / "headless")
     save_file(load_file(adapter / "adapter_model.safetensors"), tmp_path / "headless" / "adapter_model.safetensors")

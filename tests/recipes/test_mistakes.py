@@ -1,4 +1,4 @@
-"""Mistakes in any recipe's command line are one line and exit status 2, and every setting does something."""
+"""Mistakes in a recipe's command line are reported in one line, with exit status 2."""
 
 import re
 
@@ -14,7 +14,7 @@ REWARD = ["--reward_funcs", "tests.tiny.length_reward"]
 ON_A_CPU = "--use_cpu true --bf16 false --report_to none".split()
 
 
-def test_what_is_missing_or_unknown_is_named(subtests, capsys, inputs, tmp_path):
+def test_a_missing_or_unknown_argument_is_named(subtests, capsys, inputs, tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "finished").mkdir()
     (tmp_path / "finished" / "train_results.json").write_text("{}")
@@ -33,7 +33,7 @@ def test_what_is_missing_or_unknown_is_named(subtests, capsys, inputs, tmp_path)
                 assert message in refusal(capsys, recipe.main, words)
 
 
-def test_data_without_the_columns_is_named(subtests, capsys, inputs, tmp_path):
+def test_missing_columns_of_the_data_are_named(subtests, capsys, inputs, tmp_path):
     folder = write_rows(tmp_path / "data", train=[{"question": "a"}], test=[{"question": "a"}])
     for recipe in (sft, reward, dpo, ppo, online_dpo, pretrain_critic, generate):
         with subtests.test(recipe=recipe.__name__):
@@ -45,7 +45,7 @@ def test_data_without_the_columns_is_named(subtests, capsys, inputs, tmp_path):
     assert "'completion'] not in the dataset" in refusal(capsys, sft.main, [*words, "--output_dir", tmp_path / "o"])
 
 
-def test_settings_of_the_model_that_would_train_otherwise_are_refused(subtests):
+def test_model_settings_that_would_have_no_effect_are_refused(subtests):
     for given in ({"lora_r": 8}, {"lora_target_modules": ["q"]}):
         with subtests.test(given=given), pytest.raises(ValueError, match="need `use_peft: true`"):
             ModelArguments(model_name_or_path="x", **given)

@@ -44,7 +44,7 @@ def bytes_of(folder):
 
 
 @pytest.mark.slow
-def test_rounds_train_on_their_own_answers_and_resume_anywhere(inputs, tmp_path, capsys):
+def test_rounds_train_on_their_own_completions_and_resume_anywhere(inputs, tmp_path, capsys):
     main(arguments(inputs, tmp_path / "whole", "--num_rounds", "2"))
     history = rounds(tmp_path / "whole")
     assert [entry["round"] for entry in history] == [0, 1, 2]
@@ -56,7 +56,7 @@ def test_rounds_train_on_their_own_answers_and_resume_anywhere(inputs, tmp_path,
     models = bytes_of(tmp_path / "whole")
     assert len(set(models.values())) == 2
 
-    # One round first, then another; then what an interruption within round 2 leaves: its pairs and a checkpoint
+    # One round, then another; then the state of an interruption within round 2: its pairs and a checkpoint
     part = tmp_path / "part"
     main(arguments(inputs, part, "--num_rounds", "1"))
     main(arguments(inputs, part, "--num_rounds", "2"))
@@ -73,8 +73,8 @@ def test_rounds_train_on_their_own_answers_and_resume_anywhere(inputs, tmp_path,
 
 
 @pytest.mark.slow
-def test_the_watch_over_rounds_says_a_hack_and_its_stop_holds(inputs, tmp_path, capsys, monkeypatch):
-    """The reward counts letters; from the first round on the answers are as in a hack."""
+def test_the_hack_monitor_stops_the_rounds_and_its_stop_holds(inputs, tmp_path, capsys, monkeypatch):
+    """The reward counts letters; from the first round on the completions are those of a hack."""
 
     def observe(self, prompts, completions, scores):
         assert len(prompts) == len(completions) == len(scores) == 8  # the held-out rows
@@ -96,9 +96,9 @@ def test_the_watch_over_rounds_says_a_hack_and_its_stop_holds(inputs, tmp_path, 
     assert [each["risk"] for each in rounds(tmp_path)] == [0.0, 0.9, 0.9]
 
 
-def test_best_and_worst_leave_out_ties_empty_answers_and_what_nobody_scored():
+def test_pairs_leave_out_ties_empty_and_unscored_completions():
     answers = [{"completion": text} for text in ("a", "b", "c")] * 3
-    answers[8] = {"completion": ""}  # at once the end
+    answers[8] = {"completion": ""}  # EOS at once
     rows = [{"prompt": "x"}, {"prompt": "y"}, {"prompt": "z"}]
     totals = [1.0, 3.0, 2.0, None, None, None, 5.0, 5.0, 0.0]
     pair = {"prompt": "x", "chosen": "b", "rejected": "a", "score_chosen": 3.0, "score_rejected": 1.0}

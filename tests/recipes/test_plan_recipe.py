@@ -14,7 +14,7 @@ HEAD = {"use_cpu": True, "bf16": False, "report_to": "none", "per_device_train_b
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Two recipes, one of which makes what the other starts from, and the hub's model: here a folder with a config."""
+    """Two recipes, the second of which starts from the first one's output, and a folder as the hub's model."""
     folder = tmp_path_factory.mktemp("plan")
     tiny_llama(num_hidden_layers=1).config.save_pretrained(folder / "hub")
     tiny_tokenizer().save_pretrained(folder / "hub")
@@ -45,7 +45,7 @@ def run(folder, stage, capsys, *more):
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_is_shown_in_full_with_status_1(folder, capsys):
+def test_a_plan_that_does_not_fit_is_printed_in_full_with_status_1(folder, capsys):
     with pytest.raises(SystemExit, match="1"):
         run(folder, "ppo", capsys, "--gpu_memory", "0.0001")
     text = capsys.readouterr().out
@@ -55,7 +55,7 @@ def test_what_does_not_fit_is_shown_in_full_with_status_1(folder, capsys):
 
 
 @pytest.mark.slow
-def test_the_usual_ways_out_are_tried_and_the_command_that_fits_is_printed(folder, capsys, monkeypatch):
+def test_the_usual_remedies_are_tried_and_a_command_that_fits_is_printed(folder, capsys, monkeypatch):
     monkeypatch.setattr(plan, "GIB", 1024)  # the model is tiny
     flags = ["--accelerate_config", str(ROOT / "accelerate_configs/fsdp2.yaml"), "--prompt_length", "8"]
     flags += ["--share_reward_base", "false"]
@@ -73,20 +73,20 @@ def test_the_usual_ways_out_are_tried_and_the_command_that_fits_is_printed(folde
     assert f"then it fits:\n{command}" in capsys.readouterr().out
 
 
-def test_what_cannot_work_is_one_line_and_status_2(folder, capsys):
+def test_a_mistake_is_one_line_and_status_2(folder, capsys):
     words = ["--config", folder / "ppo.yaml", "--accelerate", folder / "zero3.yaml", "--critic_warmup_rollouts", "1"]
     assert "this cannot work: `critic_warmup" in refusal(capsys, main, words)
 
 
 @pytest.mark.slow
-def test_it_says_on_which_gpus_it_fits_for_how_long_and_measures_local_data(folder, capsys):
+def test_the_plan_has_fitting_gpus_and_times_and_measures_local_data(folder, capsys):
     text = run(folder, "ppo", capsys)
     rows = re.findall(r"^ +(\d+) GB .*yes, [\d.]+ min +yes, [\d.]+ min$", text, re.MULTILINE)
     assert len(rows) == 8 and "prompts have up to 1 tokens" in text
     assert "no" not in run(folder, "sft", capsys, "--mfu", "1").split("12 GB")[1].split("\n")[0]
 
 
-def test_a_model_of_the_chain_is_followed_to_the_hub(folder, monkeypatch):
+def test_a_model_from_another_recipe_is_traced_to_the_hub(folder, monkeypatch):
     monkeypatch.chdir(folder)
     name, maker = origin("outputs/made/reward", folder)
     assert name == str(folder / "hub") and maker["output_dir"] == "outputs/made/reward"
@@ -96,16 +96,16 @@ def test_a_model_of_the_chain_is_followed_to_the_hub(folder, monkeypatch):
 planned_for = plan.plan
 
 
-# A plan of 28 or 32 layers with LoRA takes 10 to 20 s. vLLM's variants have ppo.yaml's memory.
+# A plan of 28 or 32 layers with LoRA takes 10 to 20 s. The variants with vLLM have the memory of ppo.yaml.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["sft", "reward_deberta", "ppo", *(pytest.param(n, marks=pytest.mark.extra) for n in ("pretrain_critic", "dpo"))],
 )
-def test_a_shipped_file_says_what_is_computed_for_it(name, capsys, monkeypatch):
+def test_the_memory_in_a_shipped_file_is_the_computed_one(name, capsys, monkeypatch):
     path, made = ROOT / f"recipes/qwen2.5-0.5b/{name}.yaml", []
 
-    def first(job, what=""):  # the file's own layout; one GPU and eight take as long again, and are not looked at
+    def first(job, what=""):  # only the file's own layout; one GPU and eight would take as long again
         made.append(made[0] if made else planned_for(job))
         return made[0]
 

@@ -32,7 +32,7 @@ def test_shipped_config_parses_and_finds_its_data_and_rewards(subtests):
 
 
 def test_long_prompts_are_left_out(subtests, capsys):
-    """A message has a token for its role, one for its end, and the template one for the answer's role."""
+    """A message has a token for its role and one for its end, and the template adds one for the next role."""
     words = [4, 2, 5, 3]
     texts = [" ".join(["cat"] * n) for n in words]
     messages = {"prompt": [[{"role": "user", "content": text}] for text in texts]}

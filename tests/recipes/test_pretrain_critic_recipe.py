@@ -1,4 +1,4 @@
-"""From saved answers to a critic that PPO takes, by the commands; and a run that is interrupted."""
+"""The commands from saved rollouts to a critic that PPO starts with, and an interrupted run."""
 
 import json
 
@@ -40,12 +40,12 @@ def flags(inputs, rollouts, output, **more):
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_goes_on_to_the_same_critic_and_ppo_begins_with_it(inputs, rollouts, tmp_path, capsys):
+def test_an_interrupted_run_ends_with_the_same_critic_and_ppo_starts_with_it(inputs, rollouts, tmp_path, capsys):
     pretrain_critic.main(flags(inputs, rollouts, tmp_path / "critic", save_in_background="true"))
     output = capsys.readouterr().out
     assert "with a zero head, held-out explained variance " in output and "next: trl-ext ppo" in output
     weights = load_file(tmp_path / "critic/model.safetensors")
-    (tmp_path / "critic/checkpoint-4" / MARKER).unlink()  # stopped while it was written
+    (tmp_path / "critic/checkpoint-4" / MARKER).unlink()  # as if interrupted while it was written
     (tmp_path / "critic/model.safetensors").unlink()
     pretrain_critic.main(flags(inputs, rollouts, tmp_path / "critic"))
     assert "step 2 of 4" in capsys.readouterr().out

@@ -1,6 +1,6 @@
 """
-Every shipped recipe for a real model: parsed as its script does, and two steps on CPU, with a tiny model of the same
-architecture, local rows of the same format, and float32 in place of bfloat16.
+Each shipped recipe for a real model is parsed as its script does, and takes two steps on CPU, with a tiny model of the
+same architecture, local rows of the same format, and float32 in place of bfloat16.
 """
 
 import functools
@@ -46,7 +46,7 @@ def parse(path, *more):
 
 
 def base_of(path, name):
-    """The hub name of the model that `name`, an output of a recipe in the same folder, comes from."""
+    """The hub name of the model from which the recipe with the output `name`, in the same folder, starts."""
     produced = {}
     for other in FILES:
         lines = dict(
@@ -58,10 +58,10 @@ def base_of(path, name):
     return name
 
 
-# ---- What the files say ----
+# ---- The files ----
 
 
-def test_it_parses_strictly_and_what_it_needs_is_made_by_another_recipe(subtests):
+def test_a_recipe_parses_strictly_and_another_one_makes_its_inputs(subtests):
     for path in FILES:
         with subtests.test(path=path):
             script_args, training_args, model_args = parse(path)
@@ -77,7 +77,7 @@ def test_it_parses_strictly_and_what_it_needs_is_made_by_another_recipe(subtests
 
 @pytest.fixture(scope="module")
 def standins(tmp_path_factory):
-    """A folder for every model, made when it is asked for, and one for every dataset."""
+    """A function that saves a model, and the folder of the data sets."""
     folder = tmp_path_factory.mktemp("standins")
 
     @functools.cache
@@ -108,7 +108,7 @@ def standins(tmp_path_factory):
     }
     for name, rows in data.items():
         (folder / name).mkdir(parents=True)
-        for split, begin in (("train", 0), ("validation", 1), ("test", 1)):  # what is held out is not trained on
+        for split, begin in (("train", 0), ("validation", 1), ("test", 1)):  # held-out rows are not trained on
             (folder / name / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[begin::2]))
     rollouts = folder / "outputs/qwen2.5-0.5b/rollouts.jsonl"
     rollouts.parent.mkdir(parents=True)
@@ -119,7 +119,7 @@ def standins(tmp_path_factory):
 
 
 def others(path):
-    """Those that train as another file does, but for sizes."""
+    """The recipes that differ from another one only in sizes."""
     return path.parent.name == FOLDERS[1] or path.stem.endswith(("_full", "_two_nodes", "_lora"))
 
 
@@ -129,7 +129,7 @@ def others(path):
     [
         pytest.param(path, id=f"{path.parent.name}/{path.stem}", marks=pytest.mark.extra if others(path) else ())
         for path in FILES
-        if "vllm" not in path.stem  # tests/vllm has a server
+        if "vllm" not in path.stem  # tests/vllm covers the server
     ],
 )
 def test_two_steps(path, standins, tmp_path):
@@ -164,7 +164,7 @@ def test_two_steps(path, standins, tmp_path):
         reward = base_of(path, script_args.reward_model_name_or_path)
         flags |= {"reward_model_name_or_path": model(reward, 1), "max_completion_length": "4"}
         flags |= {"num_mini_batches": "1", "local_rollout_forward_batch_size": "4"}
-        flags |= {"total_episodes": str(2 * 4 // training_args.num_ppo_epochs)}  # in two steps
+        flags |= {"total_episodes": str(2 * 4 // training_args.num_ppo_epochs)}  # the two steps
     arguments = ["--config", str(path), *(part for flag, value in flags.items() for part in (f"--{flag}", value))]
     importlib.import_module(f"recipes.{stage}").main(arguments)
 

@@ -1,4 +1,4 @@
-"""A round of labels: the queue, what comes back, the pairs, and the reward model that is trained on."""
+"""A round of labels: the queue, the labels, the pairs, and the reward model that is trained further."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ VARIED = f"{__file__}:varied"
 
 
 def varied(completions, completion_ids, finished, product, **kwargs):
-    """A judge of random words, to which many are alike."""
+    """A reward with many equal scores."""
     assert [ids[-1] == 1 for ids in completion_ids] == finished and all(product)  # </s> is token 1
     return [float(len(text) % 5) for text in completions]
 
@@ -42,7 +42,7 @@ def words(inputs, output_dir, *more, reward="reward"):
 
 @pytest.fixture(scope="module")
 def inputs(inputs, tmp_path_factory):
-    """The shared policy, data of its own, and reward models with weights of their own."""
+    """The shared policy, with other data and reward models with different weights."""
     folder, tokenizer = tmp_path_factory.mktemp("inputs"), make_tokenizer()
     shutil.copytree(inputs / "model", folder / "model")
     for name, splits in make_world(0, demonstrations=8, pairs=64, prompts=40, held_out=16).items():
@@ -74,16 +74,16 @@ def queued(inputs, tmp_path_factory):
 
 @pytest.fixture
 def queue(inputs, queued, tmp_path):
-    """A round whose queue is there; answers are not sampled again."""
+    """A round that has its queue already; nothing is sampled again."""
     return shutil.copytree(queued, tmp_path / "round")
 
 
-def test_the_queue_has_the_best_answers_each_against_another_one_and_says_where_they_are_from(inputs, queued):
+def test_the_queue_pairs_the_best_answers_with_others_and_names_their_source(inputs, queued):
     queue = read(queued / "queue.jsonl")
     assert len({row["prompt"] for row in queue}) == len({row["item"] for row in queue}) == 20
     assert all(row["response_a"] != row["response_b"] and row["round"] == 1 for row in queue)
     assert {row["policy_a"] for row in queue} == {str(inputs / "model")}
-    # As the members score it: their mean, and their standard deviation
+    # The members' mean score, and their standard deviation
     picked = [
         {name: row[f"{name}_{row['picked']}"] for name in ("response", "score", "disagreement")} for row in queue
     ]
@@ -96,18 +96,18 @@ def test_the_queue_has_the_best_answers_each_against_another_one_and_says_where_
     scores = torch.tensor([member.function(*zip(*asked, strict=True), finished=finished) for member in members])
     expected = torch.stack([scores.mean(0), scores.std(0, correction=0)], 1)
     torch.testing.assert_close(torch.tensor([[each["score"], each["disagreement"]] for each in picked]), expected)
-    # Of each prompt in the queue the best of its answers is the candidate
+    # For each prompt in the queue the candidate is its best answer
     lowest = min(each["score"] for each, row in zip(picked, queue, strict=True) if row["why"] == "score")
     assert all(each["score"] <= lowest for each, row in zip(picked, queue, strict=True) if row["why"] != "score")
     assert [row["why"] for row in queue].count("score") == 8
 
 
-def test_ties_skips_and_quarrels_make_no_pair(inputs, queue, tmp_path, capsys):
+def test_ties_skips_and_contradictions_make_no_pair(inputs, queue, tmp_path, capsys):
     rows = read(queue / "queue.jsonl")
     said = [{"item": row["item"], "annotator": "ann", "choice": "a"} for row in rows]
-    for place, row in enumerate(rows):  # a quarrel, a tie, a skip
+    for place, row in enumerate(rows):  # two annotators disagree, a tie, a skip
         said.append({"item": row["item"], "annotator": "bob", "choice": {0: "b", 1: "tie", 2: None}.get(place, "a")})
-    said.append({"item": rows[3]["item"], "annotator": "ann", "choice": "b"})  # who contradicts herself
+    said.append({"item": rows[3]["item"], "annotator": "ann", "choice": "b"})  # an annotator who contradicts herself
     write_rows(tmp_path / "people.jsonl", said)
     main(words(inputs, queue, "--labels", tmp_path / "people.jsonl", reward="ensemble"))
     pairs = {pair["item"]: pair for part in ("train", "test") for pair in read(queue / "pairs" / f"{part}.jsonl")}
@@ -120,7 +120,7 @@ def test_ties_skips_and_quarrels_make_no_pair(inputs, queue, tmp_path, capsys):
     assert "left out: 1 items without a winner, 1 items with a confidence below 0.6" in capsys.readouterr().out
 
 
-def test_a_judge_decides_as_it_scores(inputs, queue):
+def test_a_judges_choices_follow_its_scores(inputs, queue):
     main(words(inputs, queue, "--judge", VARIED, reward="ensemble"))
     rows = {row["item"]: row for row in read(queue / "queue.jsonl")}
     for label in read(queue / "labels.jsonl"):
@@ -131,14 +131,14 @@ def test_a_judge_decides_as_it_scores(inputs, queue):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reward", ["reward", "ensemble"])
-def test_the_reward_model_is_trained_on_and_compared(inputs, tmp_path, capsys, reward, queued):
+def test_the_reward_model_is_trained_further_and_compared(inputs, tmp_path, capsys, reward, queued):
     folder = tmp_path / "round"
     if reward == "ensemble":
         shutil.copytree(queued, folder)
     train = ["--judge", VARIED, "--reward_config", inputs / "reward.yaml", "--old_share", 0.5]
     train += ["--reward_dataset_name", inputs / "preferences"]
     seen = read(inputs / "preferences" / "test.jsonl")[: 3 if reward == "reward" else 0]
-    if seen:  # of the old model it is known that it was trained on these, of the ensemble nothing
+    if seen:  # the old model's training pairs are known, the ensemble's are not
         TrainedPairs.of(Dataset.from_list(seen)).save(inputs / reward)
     main(words(inputs, folder, reward=reward))
     main(words(inputs, folder, *train, reward=reward))
@@ -150,7 +150,7 @@ def test_the_reward_model_is_trained_on_and_compared(inputs, tmp_path, capsys, r
     assert report["new"]["this round"]["pairs"] == len(read(folder / "pairs" / "test.jsonl"))
     trained = refresh_reward.members_of(str(folder / "reward"))
     assert len(trained) == (2 if reward == "ensemble" else 1)
-    # It starts from the old model: after two steps its weights are near that model's, and no others'
+    # It starts from the old model: after two steps its weights are near that model's, and far from others'
     for old, new in zip(refresh_reward.members_of(str(inputs / reward)), trained, strict=True):
         weights = [AutoModelForSequenceClassification.from_pretrained(each).model.state_dict() for each in (old, new)]
         steps = [(weights[1][name] - weight).abs().max().item() for name, weight in weights[0].items()]

@@ -1,4 +1,4 @@
-"""The same command again: an interrupted run, one with other settings, and one that is complete."""
+"""The same command again: for an interrupted run, one with other settings, a damaged one and a complete one."""
 
 import random
 import shutil
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module", params=RECIPES)
 def recipe(request, inputs, tmp_path_factory):
-    """`run(*flags)` does the same again, in a folder where it was done once, which comes with it."""
+    """A function `run(*flags)` that repeats a finished run in its folder, and that folder."""
     folder = tmp_path_factory.mktemp(request.param)
 
     def run(*more):
@@ -32,10 +32,10 @@ SFT_AND_PPO = pytest.mark.parametrize(
 )
 
 
-def test_an_interrupted_run_goes_on_to_the_same_model(recipe, capsys):
+def test_an_interrupted_run_ends_with_the_same_model(recipe, capsys):
     run, folder = recipe
     weights = load_file(folder / "model.safetensors")
-    (folder / "checkpoint-4" / MARKER).unlink()  # stopped while it was written
+    (folder / "checkpoint-4" / MARKER).unlink()  # as if interrupted while it was written
     (folder / "model.safetensors").unlink()
     run()
     output = capsys.readouterr().out
@@ -49,7 +49,7 @@ def test_a_complete_run_is_not_trained_again(recipe, capsys):
     run, folder = recipe
     weights = load_file(folder / "model.safetensors")
     results = (folder / "train_results.json").read_text()
-    if pairs := TrainedPairs.load(folder):  # as if the run had resumed with other pairs
+    if pairs := TrainedPairs.load(folder):  # as after a resume with other pairs
         TrainedPairs(pairs.pairs, is_complete=False).save(folder)
     run("--logging_steps", "3")
     assert f"Training is complete, at step 4: loading {folder / 'checkpoint-4'}." in capsys.readouterr().out
@@ -60,8 +60,8 @@ def test_a_complete_run_is_not_trained_again(recipe, capsys):
 
 @SFT_AND_PPO
 @pytest.mark.parametrize("seed", [pytest.param(n, marks=() if n in (1, 2) else pytest.mark.extra) for n in range(6)])
-def test_whatever_is_damaged_the_same_command_ends_with_the_same_model(recipe, seed, capsys):
-    """Go on from an older checkpoint, or start anew, and say what was left out."""
+def test_a_damaged_run_ends_with_the_same_model(recipe, seed, capsys):
+    """The command resumes from an older checkpoint or restarts, and prints what it skips."""
     run, folder = recipe
     expected = load_file(folder / "model.safetensors")
     chance = random.Random(seed)

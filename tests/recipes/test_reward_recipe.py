@@ -40,7 +40,7 @@ def stops(*given, **kwargs):
 
 
 @pytest.mark.slow
-def test_a_new_head_has_the_n_plus_details_deviation_and_a_trained_one_is_kept(inputs, trained, tmp_path, monkeypatch):
+def test_a_new_head_has_its_standard_deviation_and_a_trained_one_is_kept(inputs, trained, tmp_path, monkeypatch):
     heads = []
     monkeypatch.setattr(
         "trl_ext.dpo.ResumableRewardTrainer.train",
@@ -49,7 +49,7 @@ def test_a_new_head_has_the_n_plus_details_deviation_and_a_trained_one_is_kept(i
     for model in (inputs / "model", trained):
         with pytest.raises(StopError):
             main([*arguments(inputs, tmp_path), "--model_name_or_path", str(model)])
-    # 64 draws from N(0, 1/65): the standard deviation is known to 1/√128 of itself
+    # 64 samples of N(0, 1/65): the standard deviation is known to 1/√128 of itself
     assert_close(heads[0].std().item(), 65**-0.5, rtol=3 / 128**0.5, atol=0)
     saved = AutoModelForSequenceClassification.from_pretrained(trained, num_labels=1)
     assert_close(heads[1], saved.score.weight.detach())
@@ -71,7 +71,7 @@ def test_demonstrations_score_zero_on_average_as_a_plain_classifier(inputs, trai
 
 
 @pytest.mark.slow
-def test_report_is_what_the_saved_model_does(inputs, trained):
+def test_the_report_has_the_figures_of_the_saved_model(inputs, trained):
     report = json.loads((trained / "reward_report.json").read_text())
     rows = rows_of(inputs / "preferences", "test")
     chosen, rejected = (score(trained, [row["prompt"] + row[name] for row in rows]) for name in ("chosen", "rejected"))
@@ -80,18 +80,18 @@ def test_report_is_what_the_saved_model_does(inputs, trained):
     assert_close(report["accuracy"], (margins > 0).double().mean().item())
     assert_close(report["margin_mean"], margins.mean().item(), rtol=1e-4, atol=1e-5)
     assert {"temperature", "groups", "probes", "verdict"} <= report.keys() and report["probes"]
-    assert curve(read_run(trained).history, "eval_accuracy")[0] == [0, 3]  # before the first step, too
+    assert curve(read_run(trained).history, "eval_accuracy")[0] == [0, 3]  # also before the first step
 
 
 @pytest.mark.slow
-def test_data_without_a_held_out_split_is_cut(inputs, tmp_path):
+def test_rows_are_held_out_if_there_is_no_test_split(inputs, tmp_path):
     data = ["--dataset_name", str(inputs / "preferences" / "train.jsonl"), "--eval_size", "20"]
     main([*arguments(inputs, tmp_path), *data])
     trained = json.loads((tmp_path / "reward_report.json").read_text())
     assert trained["pairs"] == 20 and trained["trained_on"]["is_known"]
     assert not any("eval_loss" in log for log in read_run(tmp_path).history)  # by `eval_strategy`; the report has it
 
-    # On the whole file: 80 pairs were trained on, and only those that were cut are left
+    # On the whole file: 80 pairs were trained on, only the held-out ones are left
     with pytest.raises(SystemExit) as ended:
         reward_report([str(tmp_path), *data[:2], "--use_cpu", "true", "--probe_rows", "0"])
     assert ended.value.code == 1  # three steps make no reward model
@@ -100,7 +100,7 @@ def test_data_without_a_held_out_split_is_cut(inputs, tmp_path):
     assert_close(report["accuracy"], trained["accuracy"])
     assert_close(report["margin_mean"], trained["margin_mean"], rtol=1e-3, atol=1e-4)
 
-    # What is trained on from it has seen these pairs, too
+    # A model that is trained further has been trained on these pairs, too
     train, test = (
         [
             {name: row[name] for name in ("prompt", "chosen", "rejected")}
@@ -117,7 +117,7 @@ def test_data_without_a_held_out_split_is_cut(inputs, tmp_path):
 # ---- Ensembles ----
 
 
-def test_each_pair_is_left_out_by_one_member():
+def test_each_pair_is_held_out_from_one_member():
     rows = Dataset.from_dict({"row": range(11)})
     left_out = [set(range(11)) - set(part["row"]) for part in without_folds(rows, 3, seed=0)]
     assert sorted(row for part in left_out for row in part) == list(range(11))
@@ -134,7 +134,7 @@ def test_the_report_of_an_ensemble_by_hand():
 
 
 @pytest.mark.slow
-def test_an_ensemble_is_trained_member_by_member_gone_on_with_and_scored_by_its_folder(inputs, tmp_path, capsys):
+def test_an_ensemble_is_trained_resumed_and_loaded_by_its_folder(inputs, tmp_path, capsys):
     command = [*arguments(inputs, tmp_path), "--ensemble", "2", "--use_peft", "true", "--lora_r", "4"]
     main(command)
     rows = rows_of(inputs / "preferences", "test")
@@ -151,7 +151,7 @@ def test_an_ensemble_is_trained_member_by_member_gone_on_with_and_scored_by_its_
     report = json.loads((tmp_path / "reward_report.json").read_text())
     assert report["pairs"] == 40 and report["disagreement"]["mean"] > 0 and len(report["members"]) == 2
 
-    # As if it had been interrupted when the second was about to be measured
+    # As if interrupted just before the second member was measured
     capsys.readouterr()
     (tmp_path / "ensemble.json").unlink()
     (tmp_path / "member-1" / "reward_report.json").unlink()

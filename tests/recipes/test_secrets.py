@@ -1,4 +1,4 @@
-"""No credential that a recipe is given is in its output folder, whatever setting it stands in."""
+"""No credential in any setting of a recipe is in its output folder."""
 
 import dataclasses
 import hashlib
@@ -25,7 +25,7 @@ RECIPES = {
     "dpo": (dpo, (dpo.DPOScriptArguments, DPOConfig, ModelArguments), "dpo", "preferences"),
     "ppo": (ppo, (ppo.PPOScriptArguments, PPOConfig, ModelArguments), "unguarded", "prompts"),
 }
-# Settings of text that can hold no credential: a choice, a path that is opened, a number, a name that must exist
+# Settings that cannot hold a credential: a choice, a path that is opened, a number, a name that must exist
 CANNOT = set(
     """
     accelerator_config attn_implementation bnb_4bit_quant_storage bnb_4bit_quant_type cache_implementation
@@ -57,7 +57,7 @@ def text_fields(kinds):
 
 
 def planted(recipe, generation):
-    """A configuration with a secret in each setting, and the secrets by setting."""
+    """A configuration with a secret in each setting, and the secret of each setting."""
     settings, secrets = {}, {}
 
     def secret(name, generation=generation):
@@ -71,7 +71,7 @@ def planted(recipe, generation):
             sinks = ["jsonl", f"https://hooks.slack.com/services/{secret(name)}"]
             settings[name] = [{"NotFiniteCallback": {"sinks": sinks}}]
         elif name == "rewards":
-            settings[name] = [{"PatternReward": {"forbidden": [f"hf_{secret(name, 0)}"]}}]  # another is refused
+            settings[name] = [{"PatternReward": {"forbidden": [f"hf_{secret(name, 0)}"]}}]  # another value is refused
         elif recipe == "ppo" and name in REFUSED:
             secrets.pop(name, None)
         elif "dict[str, bool]" in hint:
@@ -81,7 +81,7 @@ def planted(recipe, generation):
         elif "list" in hint:
             settings[name] = [f"hf_{secret(name)}"]
         elif name == "hub_token":
-            settings[name] = secret(name)  # hidden by its name alone
+            settings[name] = secret(name)  # hidden because of its name
         elif name == "optim_args":
             settings[name] = f"password={secret(name)}"
         elif name.endswith("url"):
@@ -93,7 +93,7 @@ def planted(recipe, generation):
 
 
 def leaks(folder, secrets):
-    """`setting in file` for each secret that is there."""
+    """`setting in file` for each secret in the folder."""
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         content = path.read_bytes()  # torch's archives are not compressed
         yield from (
@@ -101,7 +101,7 @@ def leaks(folder, secrets):
         )
 
 
-def test_every_setting_of_text_is_planted_or_said_to_hold_no_credential():
+def test_each_text_setting_is_tested_or_cannot_hold_a_credential():
     known = {name for _, kinds, *_ in RECIPES.values() for name, _ in text_fields(kinds)}
     assert known >= CANNOT | NOT_TEXT, "no setting, any more"
     for recipe in RECIPES:
@@ -111,7 +111,7 @@ def test_every_setting_of_text_is_planted_or_said_to_hold_no_credential():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_no_secret_is_in_the_output_folder_also_after_a_resume_with_other_ones(recipe, tmp_path, capsys, monkeypatch):
+def test_no_secret_is_in_the_output_folder_also_after_a_resume(recipe, tmp_path, capsys, monkeypatch):
     main, _, config, data = RECIPES[recipe]
     world = make_world(0, demonstrations=32, pairs=32, prompts=32, held_out=8)[data]
     tokenizer = make_tokenizer()
@@ -120,7 +120,7 @@ def test_no_secret_is_in_the_output_folder_also_after_a_resume_with_other_ones(r
     make_model(tokenizer, 0).save_pretrained(tmp_path / "model")
     base = (ROOT / "recipes" / "demo" / f"{config}.yaml").read_text()
     out, everything = tmp_path / "out", {}
-    monkeypatch.setenv("TRL_EXT_TEST_API_KEY", "")  # so that it is what it was after the test
+    monkeypatch.setenv("TRL_EXT_TEST_API_KEY", "")  # so that it is restored after the test
 
     own = ["--max_steps", "2"]
     if recipe == "ppo":
@@ -144,4 +144,4 @@ def test_no_secret_is_in_the_output_folder_also_after_a_resume_with_other_ones(r
         assert not [name for name, secret in everything.items() if secret in said.out + said.err]
         assert "<redacted>" in (out / "metrics.rank0.jsonl").read_text()
         assert "&lt;redacted&gt;" in (out / "report.html").read_text()
-        (out / "checkpoint-2" / MARKER).unlink()  # as if it had been stopped there
+        (out / "checkpoint-2" / MARKER).unlink()  # as if interrupted there

@@ -1,4 +1,4 @@
-"""SFT and DPO: what is trained is what was asked for."""
+"""SFT trains on completions; DPO has its reference and held-out rows."""
 
 import json
 import math
@@ -32,7 +32,7 @@ def test_sft_learns_the_completions(inputs, tmp_path):
     sft.main(arguments("sft", inputs, tmp_path, steps=12))
     rows = rows_of(inputs / "sft")
     assert nll(tmp_path, rows) < nll(inputs / "model", rows) - 1
-    # The loss is on completions only: the prompt's tokens have no part in it
+    # The loss is on completions only: the prompt's tokens do not count
     evaluated = json.loads((tmp_path / "eval_results.json").read_text())["eval_loss"]
     assert evaluated == pytest.approx(nll(tmp_path, rows_of(inputs / "sft", "test")), rel=0.02)
 
@@ -50,4 +50,4 @@ def test_dpo_has_its_reference_and_held_out_rows(inputs, tmp_path, capsys):
     more = ["--ref_model_name_or_path", tmp_path / "reference", "--eval_size", "20", "--learning_rate", "0"]
     dpo.main(arguments("dpo", inputs, tmp_path / "out", *more, steps=1))
     report = json.loads((tmp_path / "out" / "eval_results.json").read_text())
-    assert report["eval_logps/drift"] > 0.05  # without a step: the reference is another model
+    assert report["eval_logps/drift"] > 0.05  # without a step: the reference is not the policy

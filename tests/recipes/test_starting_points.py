@@ -24,13 +24,13 @@ def given(words):
 
 
 def commands():
-    """(model, method) → the words of its command, from the page's first block."""
+    """(model, method) → the words of its command, from the page's first code block."""
     block = FENCE.search(PAGES[PAGE])[2].replace("\\\n", " ")
     named = re.findall(r"(?m)^# (\S+), (\w+).*\n(.*)$", block)
     return {(model, method): shlex.split(command) for model, method, command in named}
 
 
-def test_each_row_is_what_its_command_trains_with(subtests):
+def test_each_row_has_the_settings_of_its_command(subtests):
     rows = table(PAGE, "# Starting points")
     assert [tuple(row[:2]) for row in rows] == [*commands()]
     for row in rows:
@@ -57,7 +57,7 @@ def test_each_row_is_what_its_command_trains_with(subtests):
                 assert f"# Memory: {memory} GiB" in path.read_text()
 
 
-def test_what_all_sizes_share_is_in_each_recipe_and_the_defaults_are_the_config_s(subtests):
+def test_shared_settings_are_those_of_each_recipe_and_of_the_config(subtests):
     for name, first, default, _ in table(PAGE, "## The same for all sizes"):
         (name,), (first,) = codes(name), codes(first)
         with subtests.test(name=name):

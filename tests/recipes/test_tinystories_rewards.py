@@ -17,7 +17,7 @@ def test_happy_sentences_are_counted(subtests):
             assert happy_sentence_reward(completions=[completion], prompts=["Tim"]) == [score]
 
 
-def test_gaming_earns_no_more_than_one_sentence(subtests):
+def test_gaming_scores_no_more_than_one_sentence(subtests):
     for gamed in [
         "Happy happy happy happy. " * 8,
         "He was very happy. " * 8,

@@ -1,4 +1,4 @@
-"""A server for tests, which does what it is told: a function from request to answer."""
+"""An HTTP server for tests: a function answers its requests."""
 
 import json
 import threading
@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 @contextmanager
 def serving(answer, health=None):
     """
-    Yield the URL of a server, and the list of the requests' bodies that came.
+    Yield the URL of a server, and the list of the bodies of its requests.
 
     `answer(body, handler)` returns an object, which is sent as JSON; bytes, sent as they are; a status with headers
     and a body; or None, if it has dealt with the request itself. `health()` answers GET, which is else not found.
@@ -17,7 +17,7 @@ def serving(answer, health=None):
     came, lock = [], threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
-        protocol_version, disable_nagle_algorithm = "HTTP/1.1", True  # else each answer waits for 40 ms
+        protocol_version, disable_nagle_algorithm = "HTTP/1.1", True  # else each answer takes 40 ms
 
         def do_POST(self):  # noqa: N802 - http.server's name
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -47,7 +47,7 @@ def serving(answer, health=None):
         daemon_threads = True
         request_queue_size = 128
 
-        def handle_error(self, *args):  # a client that has gone
+        def handle_error(self, *args):  # a client that hung up
             pass
 
     server = Server(("127.0.0.1", 0), Handler)

@@ -1,4 +1,4 @@
-"""Answers as attacks: whatever a policy prints, a rule gives a score, raises nothing, and ends."""
+"""Completions as attacks: for any text a rule returns a score, without an error and in time."""
 
 import json
 
@@ -20,14 +20,14 @@ from trl_ext.workbench.feedback.serving import Limits, Refusal, rows_in
 
 anything = settings(derandomize=True, deadline=None, max_examples=30, database=None)
 
-# ---- Answers ----
+# ---- Completions ----
 
 PIECES = [
     *("a", "A", " ", "\n", "\t", "```", "```json\n", "\n```", '"', "\\", "{", "}", "[", "]", ",", ":", '{"x":', "[1,"),
     *("9", "-", ".", "1e400", "null", "NaN", "\u0301\u0327", "\u200b", "\ufdfa", "漢", "\ud83d"),
     *("\x00", "\u2028", "<think>", "kill you", "Score: ", "score", "*", "`", "(", "a{9999999999999999999999}"),
 ]
-# Any text, with halves of surrogate pairs; and a few pieces, each many times
+# Any text, also with halves of surrogate pairs; and a few pieces, each many times
 plain = st.text(st.characters(exclude_categories=()), max_size=200)
 pumped = st.lists(st.tuples(st.sampled_from(PIECES), st.integers(1, 3000)), max_size=6).map(
     lambda parts: "".join(piece * count for piece, count in parts)
@@ -52,7 +52,7 @@ RULES += [ConstitutionReward(RULES[0], [RULES[1], RULES[2]], cap=0.0)]
 @pytest.mark.slow
 @anything
 @given(st.lists(answers, min_size=1, max_size=3))
-def test_rules_score_any_answer(completions):
+def test_rules_score_any_completion(completions):
     for rule in RULES:
         given = score(rule, *completions)
         assert len(given) == len(completions) and {*given} <= {0.0, 1.0, None}
@@ -61,7 +61,7 @@ def test_rules_score_any_answer(completions):
 @pytest.mark.slow
 @anything
 @given(st.lists(answers, min_size=1, max_size=3))
-def test_watches_note_any_answer(tmp_path_factory, completions):
+def test_watches_record_any_completion(tmp_path_factory, completions):
     folder = tmp_path_factory.mktemp("watched")
     rule, logged = PatternReward("a"), {}
     for watch in (
@@ -76,7 +76,7 @@ def test_watches_note_any_answer(tmp_path_factory, completions):
         assert {line["completion"] for line in lines} <= {*completions}
 
 
-# ---- Servers, and who asks them ----
+# ---- Servers and their clients ----
 
 
 @anything
@@ -85,7 +85,7 @@ def test_watches_note_any_answer(tmp_path_factory, completions):
     | st.fixed_dictionaries({"choices": st.lists(values | st.fixed_dictionaries({"message": values}))})
     | answers.map(lambda text: {"choices": [{"message": {"content": text}, "finish_reason": "stop"}]})
 )
-def test_any_answer_of_a_server_is_scores_or_an_error_of_the_service(answer):
+def test_any_reply_of_a_server_is_scores_or_an_error_of_the_service(answer):
     for read in (
         lambda: score_in(answer, (1, 10)),
         *(lambda api=api: scores_in_answer(api, answer, 2, None) for api in PATHS),
@@ -111,7 +111,7 @@ bodies = st.fixed_dictionaries(
 @anything
 @given(values | bodies)
 @example({"prompts": [[]], "completions": [[]]})
-def test_any_request_is_rows_or_a_refusal(body):
+def test_any_request_gives_rows_or_a_refusal(body):
     try:
         prompts, completions, finished = rows_in(body, Limits(), "m")
     except Refusal as refusal:
@@ -119,4 +119,4 @@ def test_any_request_is_rows_or_a_refusal(body):
     else:
         assert len(prompts) == len(completions) == len(finished or prompts) > 0
         assert len({type(row) for row in prompts + completions}) == 1 and all(row or row == "" for row in prompts)
-        json.dumps([prompts, completions], ensure_ascii=False).encode()  # UTF-8 can say it
+        json.dumps([prompts, completions], ensure_ascii=False).encode()  # UTF-8 can encode it

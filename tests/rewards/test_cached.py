@@ -1,4 +1,4 @@
-"""A cache in front of a reward: what a key is made of, a real Redis as its second level, and one that dies."""
+"""The cache of a reward: its keys, a real Redis as its second level, and a Redis that dies."""
 
 import json
 import math
@@ -26,7 +26,7 @@ NAME = "rewards/cached_counted"
 
 
 class Counted:
-    """Scores by length, and notes what it was asked."""
+    """Scores by length, and records its inputs."""
 
     def __init__(self, scale=1.0):
         self.scale = scale
@@ -47,7 +47,7 @@ def call(reward, *completions, prompts=None, **columns):
 # ---- In memory ----
 
 
-def test_each_answer_is_scored_once():
+def test_each_completion_is_scored_once():
     reward = Counted()
     cached = CachedReward(reward)
     assert call(cached, "a", "bb", "a", "none") == ([1.0, 2.0, 1.0, None], {f"{NAME}/cache_hits": 0.25})
@@ -57,7 +57,7 @@ def test_each_answer_is_scored_once():
     assert call(cached) == ([], {})
 
 
-def test_all_that_a_score_may_depend_on_is_in_the_key():
+def test_the_key_has_all_that_a_score_may_depend_on():
     base = {"prompts": ["p"], "completions": ["a"], "completion_ids": [[1, 2]], "finished": [True], "topic": [1]}
     others = [
         {"prompts": ["q"]},
@@ -76,29 +76,29 @@ def test_all_that_a_score_may_depend_on_is_in_the_key():
     cached = CachedReward(reward)
     for change in (*others, {}):
         cached(**base | change)
-    cached(**base, trainer_state=object(), log_extra=print)  # what is of no row
+    cached(**base, trainer_state=object(), log_extra=print)  # arguments that are not of a row
     assert len(reward._asked) == len(others) + 1
     cached(**{"label" if name == "topic" else name: value for name, value in base.items()})
     assert len(reward._asked) == len(others) + 2
 
 
-def test_what_is_not_in_the_key_does_not_reach_the_reward():
-    """Else the first answer's column, or step, would decide on the score of all others."""
+def test_the_reward_gets_only_what_is_in_the_key():
+    """Else the first completion's column or step would decide the score of all others."""
     seen = []
 
-    def told(prompts, completions, log_extra, **columns):
-        log_extra("seen", completions)  # of some rows, where TRL's table wants all
+    def got(prompts, completions, log_extra, **columns):
+        log_extra("seen", completions)  # of some rows, though TRL's table needs all
         seen.append({name for name, value in columns.items() if value is not None})
         return [1.0] * len(completions)
 
     given = {"topic": [1], "finished": [True], "completion_ids": [[1]]}
     rest = {"trainer_state": SimpleNamespace(global_step=3), "log_extra": None}
     for columns, expected in ((None, {*given}), (["topic"], {"topic"}), ([], set())):
-        call(CachedReward(told, columns=columns), "a", **given, **rest)
+        call(CachedReward(got, columns=columns), "a", **given, **rest)
         assert seen.pop() == {*expected, "log_metric"}
 
 
-def test_nothing_of_a_call_that_fails_is_kept():
+def test_a_failed_call_leaves_nothing_in_the_cache():
     answers = {"nan": math.nan, "tokens": [0.1, 0.2]}
     asked = []
 
@@ -113,14 +113,14 @@ def test_nothing_of_a_call_that_fails_is_kept():
     assert call(cached, "fine")[0] == [1.0] and len(asked) == 3
 
 
-# ---- What a reward is ----
+# ---- The identity of a reward ----
 
 
 def longer_than(bound):
     return lambda completions, **kwargs: [float(len(each) > bound) for each in completions]
 
 
-def test_the_identity_is_of_source_and_settings_or_what_the_reward_says_it_is():
+def test_the_identity_is_source_and_settings_or_the_rewards_own():
     judge = {"url": "http://127.0.0.1:1/v1", "model": "m", "rubric": "Kind answers are good."}
     different = [
         Counted(),
@@ -200,7 +200,7 @@ def score_in_a_process(url, texts, queue):
     queue.put((logged, reward._asked))
 
 
-def test_two_processes_share_a_redis_of_plain_numbers_that_go_by_themselves(serve):
+def test_two_processes_share_a_redis_of_numbers_that_expire(serve):
     server = serve()
     cached = CachedReward(Counted(), redis_url=server.url, ttl=100)
     assert call(cached, "a", "bb", "a")[1] == {f"{NAME}/cache_hits": pytest.approx(1 / 3), f"{NAME}/redis_hits": 0.0}
@@ -209,7 +209,7 @@ def test_two_processes_share_a_redis_of_plain_numbers_that_go_by_themselves(serv
     assert sorted(json.loads(client.get(key)) for key in keys) == [1.0, 2.0]
     assert all(0 < client.ttl(key) <= 100 and key.startswith(b"trl-ext:reward:") for key in keys)
 
-    context = multiprocessing.get_context("fork")  # as a data loader's: it has the parent's open connection
+    context = multiprocessing.get_context("fork")  # like a data loader's worker: it inherits an open connection
     queue = context.Queue()
     child = context.Process(target=score_in_a_process, args=(server.url, ["bb", "ccc"], queue))
     child.start()
@@ -218,7 +218,7 @@ def test_two_processes_share_a_redis_of_plain_numbers_that_go_by_themselves(serv
     assert scores == [2.0, 3.0] and asked == [["ccc"]] and logged[f"{NAME}/redis_hits"] == 0.5
     assert call(cached, "ccc")[1] == {f"{NAME}/cache_hits": 1.0, f"{NAME}/redis_hits": 1.0}
     assert call(pickle.loads(pickle.dumps(cached)), "a")[1][f"{NAME}/redis_hits"] == 1.0
-    other = CachedReward(Counted(2.0), redis_url=server.url)  # what another reward said of it
+    other = CachedReward(Counted(2.0), redis_url=server.url)  # another reward's score
     assert call(other, "a")[0] == [2.0]
 
 
@@ -249,12 +249,12 @@ def test_password_and_tls(serve, tls, tmp_path, monkeypatch, caplog):
     def hits(url, **kwargs):
         cached = CachedReward(Counted(), redis_url=url, redis_password_env="CACHE_PASSWORD", **kwargs)
         scores, logged = call(cached, "abc")
-        told = [repr(cached), repr(vars(cached)), str(pickle.dumps(cached)), cached.identity]
-        assert scores == [3.0] and not any("hunter2" in each for each in told)
+        got = [repr(cached), repr(vars(cached)), str(pickle.dumps(cached)), cached.identity]
+        assert scores == [3.0] and not any("hunter2" in each for each in got)
         return logged[f"{NAME}/redis_hits"]
 
     assert [hits(url + query), hits(url + query)] == [0.0, 1.0]
-    if tls:  # a certificate that nobody vouches for
+    if tls:  # a self-signed certificate
         assert hits(url) == 0.0
     monkeypatch.setenv("CACHE_PASSWORD", "hunter2-of-another")
     assert hits(url + query) == 0.0
@@ -265,7 +265,7 @@ def test_password_and_tls(serve, tls, tmp_path, monkeypatch, caplog):
         assert "hunter2" not in str(refused.value)
 
 
-def test_a_redis_that_dies_costs_speed_and_one_that_comes_back_is_used(serve, caplog, monkeypatch):
+def test_a_redis_that_dies_only_costs_time_and_is_used_again(serve, caplog, monkeypatch):
     monkeypatch.setattr("trl_ext.rewards.cached._REST", 0.5)
     server, reward = serve(), Counted()
     cached = CachedReward(reward, redis_url=server.url)

@@ -22,7 +22,7 @@ def length(completions, **kwargs):
 
 
 class Judge:
-    """Scores an answer by a number in it, and notes which answers it was asked about."""
+    """Scores a completion by a number in it, and records the completions."""
 
     __name__ = "judge"
     in_background = True
@@ -42,7 +42,7 @@ def call(reward, *completions, **kwargs):
     return scores, logged
 
 
-def test_a_violation_caps_the_score_and_no_more():
+def test_a_violation_only_caps_the_score():
     reward = ConstitutionReward(length, [PatternReward(forbidden=["bad"]), PatternReward(forbidden=["z"])], cap=4.0)
     scores, logged = call(reward, "good one", "bad one!", "bad", "bad z long")
     assert scores == [8.0, 4.0, 3.0, 4.0]  # 3: a cap raises nothing
@@ -56,7 +56,7 @@ def test_a_violation_caps_the_score_and_no_more():
     }
 
 
-def test_the_judge_is_asked_about_what_keeps_the_rules_and_its_silence_is_no_consent():
+def test_the_judge_scores_what_keeps_the_rules_and_no_score_is_no_consent():
     judge = Judge()
     reward = ConstitutionReward(length, [PatternReward(forbidden=["bad"])], cap=0.0, judge=judge, judge_minimum=7)
     scores, logged = call(reward, "9 fine", "9 bad", "6 meh", "? who")
@@ -67,7 +67,7 @@ def test_the_judge_is_asked_about_what_keeps_the_rules_and_its_silence_is_no_con
 
 
 @pytest.mark.parametrize("on_error, expected", [("raise", "reward 'broken'.*for completion 1"), ("skip", [1.0, None])])
-def test_a_check_that_fails_lets_nothing_pass(on_error, expected):
+def test_with_a_failed_check_nothing_passes(on_error, expected):
     def broken(completions, **kwargs):
         return [1.0, math.nan]
 
@@ -80,7 +80,7 @@ def test_a_check_that_fails_lets_nothing_pass(on_error, expected):
 
 
 def rules():
-    """One of each reward with settings of its own, within another where it can be."""
+    """One of each reward with settings, each within another where possible."""
     kept = ConstitutionReward(CachedReward(length_reward), [PatternReward(forbidden=[r"\bcat\b"])], cap=-1.0)
     return [kept, get_soft_overlong_punishment(8, 4), get_repetition_penalty_reward(2)]
 

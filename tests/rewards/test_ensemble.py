@@ -29,11 +29,11 @@ def failing(**kwargs):
 A, B, C = Fixed("a", [1.0, 2.0, 6.0, None]), Fixed("b", [3.0, 2.0, 5.0, 9.0]), Fixed("c", [8.0, 2.0, 5.0, 9.0])
 
 
-def test_rows_on_which_members_disagree_too_much_or_one_says_nothing_have_no_score():
+def test_rows_with_too_much_disagreement_or_a_missing_score_have_none():
     logged = {}
     reward = EnsembleReward([A, B, C], "min", max_disagreement=2.9)
     assert reward(ROWS, ANSWERS, [[1]] * 4, log_metric=logged.__setitem__) == [None, 2, 5, None]
-    # stds √(26/3), 0, √(2/9), and a row that one member does not score
+    # stds √(26/3), 0, √(2/9), and a row without one member's score
     assert logged == {
         "rewards/min_of_a_b_c/disagreement": pytest.approx(((26 / 3) ** 0.5 + (2 / 9) ** 0.5) / 3),
         "rewards/min_of_a_b_c/rejected": 0.25,
@@ -62,7 +62,7 @@ def scores_of(members, **kwargs):
 
 @pytest.mark.slow
 def test_adapters_of_one_base_share_it_and_score_as_each_does_alone(tmp_path):
-    """Also where they adapt other layers: what one adds must not act in another."""
+    """Also where they adapt different layers: one adapter must not act in another's scores."""
     base = saved(tmp_path / "base", tiny_reward_model(tiny_llama()))
     layers = (["q_proj"], ["q_proj", "v_proj"], ["up_proj"], ["q_proj"])
     paths = [adapted(tmp_path / f"m{i}", base, i, target_modules=names) for i, names in enumerate(layers)]
@@ -84,7 +84,7 @@ def test_adapters_of_one_base_share_it_and_score_as_each_does_alone(tmp_path):
         reward_identity(ensemble)
         == reward_identity(EnsembleReward(paths))
         != reward_identity(EnsembleReward(paths[1:]))
-    )  # though one has been called, and so placed
+    )  # though one has been called, and so moved to its device
 
 
 def test_the_folder_of_an_ensemble_names_its_members_and_their_scales(tmp_path):

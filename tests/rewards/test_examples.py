@@ -19,7 +19,7 @@ MODULES = [
 
 @pytest.fixture
 def stage(tmp_path):
-    """What examples name and do not make: a reward model, and two servers."""
+    """Names that the examples use but do not define: a reward model and two servers."""
     model = tmp_path / "reward"
     tiny_reward_model(tiny_gpt2()).save_pretrained(model)
     tiny_tokenizer().save_pretrained(model)

@@ -1,4 +1,4 @@
-"""A member that fails never pays: no reward that holds others gives more for an answer than if all had answered."""
+"""A failing member never raises a score: no wrapper scores a completion higher than with all members' scores."""
 
 import itertools
 import math
@@ -11,16 +11,16 @@ from trl_ext.rewards.member import MarksFailures
 
 ROWS = 60
 HELD = ("a", "b", "c")
-LATE = {row for row in range(ROWS) if row % 3 == 0}  # which rows fail, where not all do
+LATE = {row for row in range(ROWS) if row % 3 == 0}  # the rows that fail, where not all do
 
 
 class Scorer:
-    """Scores drawn in [-5, 5]; as a completion it is given the number of its row."""
+    """Random scores in [-5, 5]; a completion is the number of its row."""
 
     def __init__(self, name, fails):
-        draw = random.Random(name)
+        rng = random.Random(name)
         self.__name__, self.fails = name, fails
-        self.scores = [draw.uniform(-5, 5) for _ in range(ROWS)]
+        self.scores = [rng.uniform(-5, 5) for _ in range(ROWS)]
         self.on_error = "skip" if fails == "by its own skip" else "raise"
         self.in_background = fails == "in the background"
 
@@ -64,11 +64,11 @@ def test_with_members_that_fail_a_score_is_none_or_no_higher(holding, how):
             for row, (all_answer, some_fail) in enumerate(zip(whole, scores(failing), strict=True)):
                 assert some_fail is None or all_answer is not None and some_fail <= all_answer, (failing, row)
                 is_told_apart = how in ("by row", "by its own skip") and (holding, how) != ("cached", "by row")
-                if is_told_apart and row not in LATE:  # what answers is scored as ever
+                if is_told_apart and row not in LATE:  # the other rows have their usual score
                     assert some_fail == all_answer, (failing, row)
 
 
-def test_what_a_judge_withholds_pays_nowhere_through_a_cache_either():
+def test_a_score_that_a_judge_withholds_stays_missing_through_a_cache():
     asked = []
 
     class Withholds(MarksFailures):
@@ -78,14 +78,14 @@ def test_what_a_judge_withholds_pays_nowhere_through_a_cache_either():
 
     cached = CachedReward(Withholds(), columns=[])
     capped = ConstitutionReward(Scorer("a", None), [cached], on_error="skip")
-    for _ in range(2):  # a failure is not kept
+    for _ in range(2):  # a failure is not cached
         assert capped(prompts=["", ""], completions=["0", "1"])[1] is None
         assert cached(prompts=["", ""], completions=["0", "1"]) == [None, None]
     assert asked == [["0", "1"]] * 4
 
 
-def test_a_row_that_is_rejected_fails_and_one_that_nothing_applies_to_does_not():
-    """PPO leaves a failed row out; one that does not apply it trains on with the other rewards, which could pay."""
+def test_a_rejected_row_fails_and_one_without_a_reward_does_not():
+    """PPO masks out a failed row. A row to which a reward does not apply is trained on with the other rewards."""
 
     def gives(*scores):
         return lambda completions, **kwargs: list(scores)

@@ -28,14 +28,14 @@ def test_reward_is_loaded_by_name_or_file(subtests):
 
 
 @pytest.mark.optional
-def test_every_shipped_file_names_rewards_that_need_no_folder_on_the_path(subtests):
+def test_rewards_of_every_shipped_file_load_from_any_folder(subtests):
     files = [yaml.safe_load(path.read_text()) for path in ROOT.glob("recipes/*/*.yaml")]
     for name in {name for file in files for name in file.get("reward_funcs", [])}:
         with subtests.test(name=name):
             assert ".py:" in name or name.startswith("trl_ext.")
             try:
                 assert callable(load_reward(name))
-            except ImportError as error:  # all but what an extra brings can be loaded
+            except ImportError as error:  # except for rewards of an extra
                 assert getattr(error.__cause__, "name", None) in ("gymnasium", "reasoning_gym", "textarena"), error
 
 
@@ -52,7 +52,7 @@ def test_a_file_is_executed_once_and_its_rewards_pickle(tmp_path):
     assert type(load_reward(f"{files[1]}:one")) is not type(one)
     assert type(pickle.loads(pickle.dumps(one))) is type(one)
     files[0].write_text("1 / 0")
-    for _ in range(2):  # an edited file is executed again, and one that fails is not kept
+    for _ in range(2):  # an edited file is executed again, and one that fails is not cached
         with pytest.raises(ZeroDivisionError):
             load_reward(f"{files[0]}:one")
 
@@ -71,7 +71,7 @@ NESTED = {
 CALL = {"prompts": ["", ""], "completions": ["a b", "a b c d e f"], "completion_ids": [[1, 2], [1, 2, 3, 4, 5]]}
 
 
-def test_entries_are_built_from_the_inside_out_and_numbered():
+def test_nested_entries_are_built_and_numbered():
     entries = [{**NESTED, "weight": 0.5}, LENGTH, {"ScoreWatch": {"reward": WORLD, "bound": 0.8}}, NESTED]
     functions, weights = load_rewards(entries)
     # Two words; six words, but more than four tokens
@@ -85,7 +85,7 @@ def test_entries_are_built_from_the_inside_out_and_numbered():
         joined_weights([1.0], [2.0])
 
 
-def test_what_is_mistyped_is_refused(subtests):
+def test_a_mistyped_entry_is_refused(subtests):
     for entry, message in [
         ({"EnsembleRewrad": {}}, "entry 2: unknown reward 'EnsembleRewrad'; did you mean EnsembleReward"),
         ({"ModelReward": ["path"]}, "entry 2: the arguments of ModelReward must be `argument: value`"),
@@ -104,7 +104,7 @@ def test_what_is_mistyped_is_refused(subtests):
             load_rewards([LENGTH, entry])
 
 
-# ---- All of them at once ----
+# ---- All rewards together ----
 
 EVERY = """
 - ConstitutionReward:
@@ -149,7 +149,7 @@ def names_in(value):
 
 
 @pytest.mark.slow
-def test_every_reward_is_named_in_yaml_and_all_of_them_train_together(tmp_path):
+def test_every_reward_can_be_named_in_yaml_and_all_train_together(tmp_path):
     torch.manual_seed(0)
     tiny_reward_model(tiny_llama()).save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
@@ -180,4 +180,4 @@ def test_every_reward_is_named_in_yaml_and_all_of_them_train_together(tmp_path):
     shares |= {"repetition_penalty_reward": 1, "length_reward": 0.5, "phrase_review": 1}
     whole = sum(weight * log[f"rewards/{name}/mean"] for name, weight in shares.items())
     assert log["objective/scores"] == pytest.approx(whole, rel=1e-4) and log["rewards/cached_served/mean"] > 0
-    assert sum("messages" in body for body in came) == 8  # one question an answer
+    assert sum("messages" in body for body in came) == 8  # one request per completion

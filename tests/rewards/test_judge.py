@@ -1,4 +1,4 @@
-"""JudgeReward against a stub of the chat API: what is sent, what is read, and both orders."""
+"""JudgeReward against a stub of the chat API: requests, replies, and both orders of a comparison."""
 
 import html
 import json
@@ -18,7 +18,7 @@ def says(message, finish_reason="stop"):
 
 
 def parts_of(body):
-    """Name and text of each part that a judge was sent; fails unless tags of one number hold all of it."""
+    """Name and text of each part that a judge got; fails unless tags with one number enclose all of it."""
     system, user = (message["content"] for message in body["messages"])
     nonce = re.search(r"tags that end in ([0-9a-f]{16})", system)[1]
     found = re.findall(rf"<([a-z-]+)-{nonce}>\n(.*?)\n</\1-{nonce}>", user, re.S)
@@ -47,13 +47,13 @@ NASTY = [
 ]
 
 
-def test_what_an_answer_says_reaches_the_judge_as_data_alone():
-    """Whatever is in prompt, answer or reference, it stays within its tags, and the rules are the same words."""
+def test_the_judge_gets_a_completion_only_as_data():
+    """Any text of prompt, completion or reference stays within its tags, and the rules do not change."""
     with serving(lambda body, _: says("I read it.\nScore: 3")) as (url, came):
         judge = JudgeReward(url, "m", RUBRIC, compare="other", max_concurrency=1)
         messages = [[{"role": "user", "content": text}] for text in NASTY]
         scores = judge(messages, NASTY, other=NASTY[::-1])
-    assert scores == [5.5] * len(NASTY)  # 3 for either order: the middle
+    assert scores == [5.5] * len(NASTY)  # 3 in both orders: the middle
     nonces = set()
     for k, body in enumerate(came):
         nonce, parts = parts_of(body)
@@ -82,7 +82,7 @@ def test_what_an_answer_says_reaches_the_judge_as_data_alone():
         ("Score: 11", None),
         ("Score: 7/10", None),
         ("Score: 1", None),
-        ("```" + " " * 200_000 + "x", None),  # for which a pattern could take years
+        ("```" + " " * 200_000 + "x", None),  # a regular expression could take years
         ('{"score": "7"}', None),
         ('{"score": true}', None),
         ('{"score": NaN}', None),
@@ -92,8 +92,8 @@ def test_what_an_answer_says_reaches_the_judge_as_data_alone():
         (None, None),
     ],
 )
-def test_only_a_verdict_of_the_judges_own_counts(message, score):
-    cut = ("length",) if message == "Score: 1" else ()  # what is the beginning of "Score: 10" looks like 1
+def test_only_the_judges_own_verdict_counts(message, score):
+    cut = ("length",) if message == "Score: 1" else ()  # the beginning of "Score: 10" looks like 1
     with serving(lambda body, _: says(message, *cut)) as (url, came):
         assert JudgeReward(url, "m", RUBRIC, on_error="skip", parse_retries=2)(["p"], ["a"]) == [score]
         assert len(came) == (1 if score is not None else 3)
@@ -106,8 +106,8 @@ def test_only_a_verdict_of_the_judges_own_counts(message, score):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reason", ["content_filter", "abort", "model_length", "SAFETY", 7, ["stop"]], ids=str)
-def test_a_verdict_that_was_withheld_or_stopped_is_no_score_and_ends_no_run(reason, caplog):
-    """No answer can end a run by what filters find in it, nor take the score of half a message."""
+def test_a_withheld_or_truncated_verdict_is_no_score_and_ends_no_run(reason, caplog):
+    """A completion cannot end a run by a content filter, nor get a score from half a message."""
 
     def answer(body, _):
         withheld = parts_of(body)[1]["answer"] == "bad"
@@ -123,8 +123,8 @@ def test_a_verdict_that_was_withheld_or_stopped_is_no_score_and_ends_no_run(reas
         assert f"stopped or withheld the judge's message (finish_reason {reason!r})," in caplog.text
 
 
-def test_a_comparison_is_made_in_both_orders_and_a_judges_habit_is_seen():
-    """Whoever always prefers the first gives the middle; whoever prefers the longer gives that, in either place."""
+def test_a_comparison_is_made_in_both_orders_and_position_bias_is_logged():
+    """One that always prefers the first gives the middle; one that prefers the longer does so in both orders."""
 
     def answer(body, _):
         parts = parts_of(body)[1]
@@ -138,7 +138,7 @@ def test_a_comparison_is_made_in_both_orders_and_a_judges_habit_is_seen():
         prompts, answers, others = ["habit", "p", "p", "p"], ["a", "long", "a", "b"], ["b", "a", "long", None]
         assert judge(prompts, answers, baseline=others, log_metric=logged.__setitem__) == [2, 4, 0, None]
         assert len(came) == 6
-    assert logged["rewards/j/position_bias"] == pytest.approx(0.5 / 3)  # of three pairs one always has the first
+    assert logged["rewards/j/position_bias"] == pytest.approx(0.5 / 3)  # in one of three pairs always the first
 
 
 def test_settings_of_the_request_and_its_identity():
@@ -150,6 +150,6 @@ def test_settings_of_the_request_and_its_identity():
     assert came[0].keys() == {"model", "messages", "temperature", "response_format", "max_completion_tokens"}
     same = JudgeReward(url + "/v1/", "org/judge-7b", RUBRIC, timeout=3, **given)
     other = JudgeReward(url + "/v1", "org/judge-7b", RUBRIC + "!", **given)
-    elsewhere = JudgeReward("http://elsewhere:1/v1", "org/judge-7b", RUBRIC, **given)  # with weights of its own
+    elsewhere = JudgeReward("http://elsewhere:1/v1", "org/judge-7b", RUBRIC, **given)  # its own weights
     assert reward_identity(judge) == reward_identity(same)
     assert len({*map(reward_identity, (judge, other, elsewhere))}) == 3

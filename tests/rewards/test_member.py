@@ -1,4 +1,4 @@
-"""Reward functions within others: async ones, those that fail, and those that run elsewhere."""
+"""Reward functions within others: async ones, failing ones, and ones in the background."""
 
 import asyncio
 import math
@@ -17,7 +17,7 @@ from trl_ext.rewards.member import failed_rows
 
 
 class KeepsAClient:
-    """Async, with something that belongs to one event loop, as a client's connections do."""
+    """Async, with an object of one event loop, like a client's connections."""
 
     def __init__(self):
         self.client = None
@@ -29,7 +29,7 @@ class KeepsAClient:
         return [1.0] * len(completions)
 
 
-def test_an_async_function_keeps_its_event_loop_wherever_it_is_called_from():
+def test_an_async_function_keeps_its_event_loop():
     reward = KeepsAClient()
     member = Member(reward)
 
@@ -44,13 +44,13 @@ def test_an_async_function_keeps_its_event_loop_wherever_it_is_called_from():
     )
 
 
-def test_an_async_function_that_leaves_the_program_leaves_nobody_waiting():
+def test_an_async_function_that_exits_blocks_no_caller():
     async def leaving(**kwargs):
         raise SystemExit(3)
 
     with pytest.raises(RuntimeError, match=r"SystemExit\(3\)"):
         awaited(leaving())
-    assert awaited(asyncio.sleep(0, 1)) == 1  # the loop goes on
+    assert awaited(asyncio.sleep(0, 1)) == 1  # the loop still runs
 
 
 def unlucky(completions, **kwargs):
@@ -65,7 +65,7 @@ def short(completions, **kwargs):
     return [1.0]
 
 
-def test_what_a_member_does_wrong_is_named_or_skipped(subtests):
+def test_a_members_errors_are_named_or_skipped(subtests):
     good_and_bad = ["fine", "nan", "text", "tokens"]
     for function, message, failed in [
         (unlucky, "reward 'unlucky': ValueError: returned nan for completion 1", [1, 2, 3]),
@@ -88,7 +88,7 @@ def served(completions, **kwargs):
 
 
 class Meeting:
-    """In the background, until the other one is called, too."""
+    """Runs in the background until the other one is called, too."""
 
     in_background = True
 
@@ -101,7 +101,7 @@ class Meeting:
 
 
 @pytest.mark.parametrize("kind", ["ensemble", "constitution"])
-def test_members_in_the_background_run_at_the_same_time_in_every_wrapper(kind):
+def test_background_members_run_at_the_same_time_in_every_wrapper(kind):
     door = threading.Barrier(2)
     both = [Meeting("a", door), Meeting("b", door)]
     reward = {

@@ -1,4 +1,4 @@
-"""A reward model as a reward function, outside of any trainer, in TRL's own and in ours."""
+"""A reward model as a reward function: without a trainer, in TRL's trainers and in ours."""
 
 import copy
 import os
@@ -37,23 +37,23 @@ def adapted(folder, base, seed, **kwargs):
 
 
 def alone(model, tokenizer, texts):
-    """What a model says of each text, without any padding."""
+    """A model's score of each text, without padding."""
     with torch.no_grad():
         return [model(torch.tensor([tokenizer(text)["input_ids"]])).logits.item() for text in texts]
 
 
-# ---- What it reads ----
+# ---- Its input ----
 
 
 @pytest.mark.parametrize("other", [False, True], ids=["same tokenizer", "other tokenizer"])
-def test_a_saved_model_scores_each_answer_as_it_does_the_text_alone(tmp_path, other):
+def test_a_saved_model_scores_each_completion_as_the_text_alone(tmp_path, other):
     tokenizer, policy_tokenizer = tiny_tokenizer(), tiny_tokenizer(words=WORDS[::-1] if other else WORDS)
     reward = ModelReward(saved(tmp_path, tokenizer=tokenizer), policy_tokenizer=policy_tokenizer, batch_size=2)
 
     answers = policy_tokenizer(ANSWERS, add_special_tokens=False)["input_ids"]
     ids = [row + [policy_tokenizer.eos_token_id] * end for row, end in zip(answers, FINISHED, strict=True)]
     prompt_ids = policy_tokenizer(PROMPTS)["input_ids"]
-    scores = reward(PROMPTS, ANSWERS, ids, prompt_ids, topic=["x", "y"])  # a column that it has no use for
+    scores = reward(PROMPTS, ANSWERS, ids, prompt_ids, topic=["x", "y"])  # a column that it does not need
 
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=1).eval()
     texts = [p + a + " </s>" * end for p, a, end in zip(PROMPTS, ANSWERS, FINISHED, strict=True)]
@@ -65,7 +65,7 @@ def test_a_saved_model_scores_each_answer_as_it_does_the_text_alone(tmp_path, ot
     assert ModelReward(str(tmp_path))(PROMPTS, ANSWERS, finished=FINISHED) == pytest.approx(scores, abs=1e-5)
 
 
-def test_nobody_guesses_whether_an_answer_was_finished(tmp_path):
+def test_whether_a_completion_finished_is_not_guessed(tmp_path):
     ids = [[7, 2], [8]]
     path = saved(tmp_path)
     said = ModelReward(path)(PROMPTS, ANSWERS, ids, finished=[True, False])
@@ -77,7 +77,7 @@ def test_nobody_guesses_whether_an_answer_was_finished(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_row_that_does_not_fit_is_refused_or_cut_at_the_prompts_beginning(tmp_path):
+def test_a_row_that_is_too_long_is_refused_or_cut_at_the_left(tmp_path):
     tokenizer, logged = tiny_tokenizer(bos=True), {}
     path = saved(tmp_path, tokenizer=tokenizer)
     reward = ModelReward(path, policy_tokenizer=tiny_tokenizer())
@@ -88,17 +88,17 @@ def test_a_row_that_does_not_fit_is_refused_or_cut_at_the_prompts_beginning(tmp_
     scores = reward(
         ["big bird ran on ", "the "], ["the mat", "cat"], finished=[True, False], log_metric=logged.__setitem__
     )
-    expected = alone(reward.model, tokenizer, ["the mat </s>", "the cat"])  # behind <s>
+    expected = alone(reward.model, tokenizer, ["the mat </s>", "the cat"])  # after <s>
     assert scores == pytest.approx(expected, abs=1e-5) and logged == {"rewards/short/truncated": 0.5}
 
 
-# ---- How it is run ----
+# ---- Batches and devices ----
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("kind", [pytest.param("gpt2", marks=pytest.mark.slow), "llama", "bert"])
 def test_scores_do_not_depend_on_batches_order_or_padding_side(kind, side):
-    """Of classifiers that score the last token and the first one, position ids counted from the left."""
+    """For classifiers that score the last token or the first one, with position ids counted from the left."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
     bert = BertConfig(vocab_size=len(tiny_tokenizer()), num_labels=1, initializer_range=0.2, **sizes)
@@ -133,10 +133,10 @@ def test_batches_hold_each_row_once_within_both_bounds():
             longest = max(lengths[row] for row in batch)
             assert tokens is None or len(batch) * longest <= tokens or len(batch) == 1
             assert rows is None or len(batch) <= rows
-    assert len(batches(lengths, None, 7)) == 29  # as many on each process, whatever its lengths
+    assert len(batches(lengths, None, 7)) == 29  # equally many on each process, for any lengths
 
 
-def test_an_adapter_is_scored_with_as_peft_does_also_in_8_bit(tmp_path):
+def test_an_adapter_scores_as_in_peft_also_in_8_bit(tmp_path):
     pytest.importorskip("bitsandbytes")
     base = saved(tmp_path / "base", tiny_reward_model(tiny_llama()))
     path = adapted(tmp_path / "adapter", base, seed=1)
@@ -152,8 +152,8 @@ def test_an_adapter_is_scored_with_as_peft_does_also_in_8_bit(tmp_path):
     assert "Linear8bitLt" in names and reward.identity != ModelReward(path).identity
 
 
-def test_it_is_loaded_whole_where_trainers_would_have_it_sharded(tmp_path, monkeypatch):
-    """FSDP loads weights on the first process alone, and ZeRO-3 partitions them, for a trainer that wraps them."""
+def test_it_is_loaded_unsharded_under_fsdp_and_zero3(tmp_path, monkeypatch):
+    """FSDP loads weights only on the first process, and ZeRO-3 partitions them, for a trainer that wraps them."""
     from transformers.integrations import deepspeed, is_deepspeed_zero3_enabled
 
     class ZeRO3:
@@ -174,10 +174,10 @@ def test_it_is_loaded_whole_where_trainers_would_have_it_sharded(tmp_path, monke
     assert seen == [(False, "false")] and is_deepspeed_zero3_enabled()
 
 
-# ---- Which it is ----
+# ---- Its identity ----
 
 
-def test_its_identity_is_that_of_what_it_says(tmp_path):
+def test_its_identity_changes_with_its_scores(tmp_path):
     path = saved(tmp_path / "a")
     reward = ModelReward(path)
     same = ModelReward(saved(tmp_path / "b"), batch_size=3, name="other")
@@ -188,7 +188,7 @@ def test_its_identity_is_that_of_what_it_says(tmp_path):
         ModelReward(path, max_length=32),
         ModelReward(path, dtype="bfloat16"),
         ModelReward(path, truncation="left"),
-        ModelReward(path, eos_token_ids=[2]),  # which answers are finished, where nobody says
+        ModelReward(path, eos_token_ids=[2]),  # which completions have finished, if no column says so
         ModelReward(path, eos_token_ids=[2, 5]),
     ]
     assert len({reward.identity, *(other.identity for other in others)}) == 8
@@ -209,8 +209,8 @@ def test_it_pickles(tmp_path):
 # ---- In trainers ----
 
 
-def test_in_ppo_it_says_what_the_trainers_own_reward_model_says(tmp_path):
-    """With another tokenizer, too; ids and all: the same code."""
+def test_in_ppo_it_scores_as_a_reward_model_given_by_path(tmp_path):
+    """Also with another tokenizer, from the same ids."""
     other = saved(tmp_path / "other", tokenizer=tiny_tokenizer(words=WORDS[::-1]))
     path, tokenizer = saved(tmp_path / "rm"), tiny_tokenizer()
     functions = [

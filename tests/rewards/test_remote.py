@@ -1,4 +1,4 @@
-"""RemoteReward against servers that answer well, badly, late or not at all."""
+"""RemoteReward against servers that answer right, wrong, late or not at all."""
 
 import pickle
 import random
@@ -20,7 +20,7 @@ PROMPTS = [f"prompt {i} " for i in range(40)]
 
 
 def by_text(body, handler=None):
-    """The stub's scores: any function of prompt and completion, so that a mixed-up answer is seen."""
+    """The stub's scores: a function of prompt and completion, so that swapped scores are detected."""
     return {"scores": [len(p) + len(c) / 100 for p, c in zip(body["prompts"], body["completions"], strict=True)]}
 
 
@@ -32,8 +32,8 @@ def short_waits(monkeypatch):
     monkeypatch.setattr("trl_ext.rewards.service._wait", lambda state: 0.01)
 
 
-def test_every_row_has_its_score_whatever_the_server_does_meanwhile():
-    """Errors that pass, of all kinds and at random, change nothing but the number of requests."""
+def test_each_row_gets_its_score_despite_temporary_errors():
+    """Random temporary errors of all kinds change only the number of requests."""
     chance, logged = random.Random(0), {}
 
     def answer(body, handler):
@@ -45,7 +45,7 @@ def test_every_row_has_its_score_whatever_the_server_does_meanwhile():
             case 2:
                 return None  # it hangs up
             case 3:
-                return 200, {"content-length": 5000}, b'{"scores": [1'  # and here in the middle
+                return 200, {"content-length": 5000}, b'{"scores": [1'  # here in mid-answer
             case 4:
                 time.sleep(0.3)  # longer than the timeout
         return by_text(body)
@@ -55,12 +55,12 @@ def test_every_row_has_its_score_whatever_the_server_does_meanwhile():
         assert reward(PROMPTS, ANSWERS, log_metric=logged.__setitem__) == EXPECTED
         assert reward([], []) == []
     name = reward.__name__
-    # Some did not arrive before their time was over
+    # Some requests timed out
     assert logged[f"rewards/{name}/retries"] >= len(came) - 14 > 0 and logged[f"rewards/{name}/latency"] > 0
     assert f"rewards/{name}/failed" not in logged
 
 
-PASSING = {  # what a proxy may say for a while
+PASSING = {  # what a proxy may answer for a while
     "rubbish": b'{"scores": [1, 2',
     "nothing": b"",
     "a page": b"<html><body>Hello</body></html>",
@@ -78,14 +78,14 @@ BAD = {
 
 
 @pytest.mark.parametrize("bad", PASSING)
-def test_what_is_no_answer_is_asked_for_again(bad):
+def test_an_invalid_reply_is_requested_again(bad):
     left = [PASSING[bad]] * 2
     with serving(lambda body, _: left.pop() if left else by_text(body)) as (url, came):
         assert RemoteReward(url)(PROMPTS[:5], ANSWERS[:5]) == EXPECTED[:5] and len(came) == 3
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_a_bad_answer_is_an_error_of_its_rows_and_is_not_asked_for_again(bad):
+def test_a_wrong_reply_is_an_error_and_is_not_requested_again(bad):
     logged = {}
     with serving(lambda body, _: BAD[bad] if "bad" in body["completions"] else by_text(body)) as (url, came):
         answers = ["good", "fine", "bad", "late", "last"]
@@ -101,14 +101,14 @@ def test_a_bad_answer_is_an_error_of_its_rows_and_is_not_asked_for_again(bad):
 
 
 @pytest.mark.parametrize("score", [float("nan"), float("inf"), 1e60, "10", [1.0], {}])
-def test_a_score_that_is_no_number_is_an_error_of_its_row_alone(score):
+def test_a_score_that_is_not_finite_is_an_error_of_its_row_alone(score):
     with serving(lambda body, _: {"scores": [1.0, score, None]}) as (url, _):
         assert RemoteReward(url, on_error="skip")(["p"] * 3, ["a", "b", "c"]) == [1.0, None, None]
         with pytest.raises(RuntimeError, match="completion 1: .*: returned"):
             RemoteReward(url)(["p"] * 3, ["a", "b", "c"])
 
 
-def test_a_row_that_the_server_refuses_is_found_and_fails_alone():
+def test_only_the_row_that_the_server_refuses_fails():
     def answer(body, _):
         return (422, {}, {"error": "too long"}) if "x" in body["completions"] else by_text(body)
 
@@ -122,7 +122,7 @@ def test_a_row_that_the_server_refuses_is_found_and_fails_alone():
             RemoteReward(url, max_concurrency=1)(PROMPTS, answers)
 
 
-def test_a_server_that_is_gone_is_not_asked_for_a_while(monkeypatch):
+def test_a_server_that_is_gone_gets_no_requests_for_a_while(monkeypatch):
     monkeypatch.setattr("trl_ext.rewards.service._PAUSE", 0.5)
     is_up = False
     with serving(lambda body, _: by_text(body) if is_up else (500, {}, {})) as (url, came):
@@ -140,7 +140,7 @@ def test_a_server_that_is_gone_is_not_asked_for_a_while(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["says nothing", "drips", "drips headers"])
-def test_nothing_lasts_longer_than_the_deadline(way):
+def test_no_call_lasts_longer_than_the_deadline(way):
     is_over = threading.Event()
     begun = {"drips": b"HTTP/1.1 200 OK\r\ncontent-length: 100000\r\n\r\n", "drips headers": b"HTTP/1.1 200 O"}
 
@@ -148,7 +148,7 @@ def test_nothing_lasts_longer_than_the_deadline(way):
         if "prompt 3 " in body["prompts"]:
             handler.wfile.write(begun.get(way, b""))
             while not is_over.wait(0.05):
-                handler.wfile.write(b" " if way in begun else b"")  # each byte comes in time, the whole never
+                handler.wfile.write(b" " if way in begun else b"")  # each byte comes in time, the whole answer never
         return by_text(body)
 
     with serving(answer) as (url, _):
@@ -162,7 +162,7 @@ def test_nothing_lasts_longer_than_the_deadline(way):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["Ctrl-C", "an error elsewhere"])
-def test_a_process_ends_while_its_server_says_nothing(how):
+def test_a_process_can_exit_while_its_server_hangs(how):
     code = f"""
 import signal, sys, threading
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background ignores it, and passes that on
@@ -187,7 +187,7 @@ raise ValueError
 
 
 @pytest.mark.parametrize("status", [403, 200])
-def test_a_token_is_sent_and_written_nowhere(monkeypatch, status):
+def test_a_token_is_sent_and_not_written(monkeypatch, status):
     monkeypatch.setenv("SCORES_KEY", "s3cret-token-of-mine")
     seen = []
 
@@ -214,7 +214,7 @@ def test_a_token_is_sent_and_written_nowhere(monkeypatch, status):
         assert "pass" not in str(refused.value)
 
 
-def test_its_identity_is_that_of_the_weights_or_the_servers_where_it_cannot_say():
+def test_its_identity_is_that_of_the_weights_or_the_url():
     def identity(url, **given):
         return reward_identity(RemoteReward(url, **given))
 
@@ -230,14 +230,14 @@ def test_its_identity_is_that_of_the_weights_or_the_servers_where_it_cannot_say(
         assert len({identity(url, model="m") for url in (one, other, dumb, older, post_only)}) == 5
         assert identity(dumb, model="m") != identity(dumb)
         assert identity(dumb, eos_token_ids=[2]) != identity(dumb)
-        assert identity(one, api="vllm-score") != identity(same, api="vllm-score")  # which is not asked
-    _client.cache_clear()  # the stub still answers on connections that are open
+        assert identity(one, api="vllm-score") != identity(same, api="vllm-score")  # without a request
+    _client.cache_clear()  # the stub still answers on open connections
     with pytest.raises(RewardFailed, match=f"'m': {one} does not say which weights it serves: the server did not"):
         identity(one, model="m", retries=1, on_error="skip")
 
 
 @pytest.mark.parametrize("health", [None, lambda: {"status": "ok"}], ids=["not found", "the proxy's own"])
-def test_behind_a_proxy_the_first_answer_names_the_weights(health):
+def test_behind_a_proxy_the_first_reply_names_the_weights(health):
     weights = {"now": "xxh3:old"}
     with serving(lambda body, _: {"scores": [1.0], "identity": weights["now"]}, health) as (url, _):
         reward = RemoteReward(url)
@@ -249,8 +249,8 @@ def test_behind_a_proxy_the_first_answer_names_the_weights(health):
 
 
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
-def test_other_weights_in_mid_run_are_said_and_their_scores_are_never_mixed_with_those_of_the_first(on_error):
-    """As where a server is started again on a folder that was trained on meanwhile."""
+def test_new_weights_in_mid_run_are_reported_and_scores_never_mixed(on_error):
+    """As when a server restarts on a folder that was trained further."""
     weights = {"now": "xxh3:old"}
 
     def answer(body, _):
@@ -270,7 +270,7 @@ def test_other_weights_in_mid_run_are_said_and_their_scores_are_never_mixed_with
         assert reward_identity(plain) == before != reward_identity(RemoteReward(url))
         assert keeping(["p"], ["a"]) == [1.0]
         assert CachedReward(RemoteReward(url)).identity != keeping.identity
-        weights["now"] = None  # an older server, which cannot say
+        weights["now"] = None  # an older server without an identity
         with pytest.raises(RewardFailed, match="now has \\(not named\\)"):
             plain(["p"], ["b"])
         weights["now"] = "xxh3:old"
@@ -279,8 +279,8 @@ def test_other_weights_in_mid_run_are_said_and_their_scores_are_never_mixed_with
 
 # ---- Other servers ----
 
-# What vLLM 0.32.0 answered for a LlamaForSequenceClassification of random weights; ids, times and usage left out.
-# The logits of transformers: -0.1539589, -2.4897330; of the pairs -3.0957899, -2.4897330
+# Replies of vLLM 0.32.0 for a LlamaForSequenceClassification of random weights, without ids, times and usage.
+# transformers' logits: -0.1539589, -2.4897330; for the pairs -3.0957899, -2.4897330
 CLASSIFY = {
     "id": "classify-9ece188c49d10842",
     "object": "list",
@@ -328,7 +328,7 @@ def tokenizer(tmp_path_factory):
         ),
         (
             {"api": "vllm-classify", "model": "rm2", "label": 1, "logits": False},
-            {**TWO_LABELS, "data": TWO_LABELS["data"][::-1]},  # the order is that of `index`
+            {**TWO_LABELS, "data": TWO_LABELS["data"][::-1]},  # in the order of `index`
             "/classify",
             {"model": "rm2", "input": TEXTS, "use_activation": True, "add_special_tokens": True},
             [-0.7515593767166138, -2.196251153945923],
@@ -343,7 +343,7 @@ def tokenizer(tmp_path_factory):
     ],
     ids=["classify", "classify, two labels", "score"],
 )
-def test_other_servers_are_asked_and_read_as_they_want(given, answer, path, sent, expected, tokenizer):
+def test_requests_and_replies_of_other_servers(given, answer, path, sent, expected, tokenizer):
     paths = []
     with serving(lambda body, handler: paths.append(handler.path) or answer) as (url, came):
         templates = {} if given["api"] == "vllm-score" else {"tokenizer": tokenizer, "eos_token_ids": [9]}

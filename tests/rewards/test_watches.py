@@ -1,4 +1,4 @@
-"""Watches of rewards/ on completions written by hand."""
+"""Watches on completions written by hand."""
 
 import json
 import pickle
@@ -16,7 +16,7 @@ from trl_ext.rewards import (
 
 
 def call(watch, completions, step=0, prompts=None, folder=None, **columns):
-    """Return the scores and the logged metrics."""
+    """Call a watch; return the scores and the logged metrics."""
     logged = {}
     prompts = prompts or [f"prompt {i}" for i in range(len(completions))]
     state = SimpleNamespace(global_step=step, trl_ext_folder=folder)  # JSONLCallback sets the folder
@@ -45,7 +45,7 @@ def test_no_completions_have_no_scores(watch):
 
 def test_repetition():
     scores, logged = call(RepetitionWatch(n=2), ["a b a b", "a b c", "x"])
-    # bigrams: ab ba ab, ab bc, none: 3 different of 5; ab stood there before in 1 of 3; 2 of 3 have ab
+    # bigrams: ab ba ab, ab bc, none: 3 distinct of 5; 1 of 3 is a repetition of ab; 2 of 3 have ab
     assert scores == [None, None, None]
     assert logged == {
         "repetition/distinct_2": 3 / 5,
@@ -62,7 +62,7 @@ def test_a_watch_writes_to_the_folder_of_the_run_that_calls_it(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
-def test_an_answer_has_one_line_with_the_scores_of_all_watches(tmp_path):
+def test_a_completion_has_one_line_with_the_scores_of_all_watches(tmp_path):
     first, second = (ScoreWatch(quality, name=name, folder=tmp_path) for name in ("one", "two"))
     for step, given in enumerate((["1", "1", "2"], ["1", "1", "2"], ["2"])):
         call(first, given, step=step)
@@ -111,7 +111,7 @@ def quality(completions, **kwargs):
     return [None if not c else float(c) for c in completions]
 
 
-def test_score_watch_takes_the_place_of_a_function(tmp_path):
+def test_score_watch_replaces_a_function(tmp_path):
     watch = score_watch(quality, bound=0.8, quantiles=(0.0, 0.5, 1.0), folder=tmp_path)
     scores, logged = call(watch, ["0.1", "", "0.9", "0.5"])
     assert scores == [0.1, None, 0.9, 0.5] and watch.__name__ == "quality"
@@ -127,7 +127,7 @@ def test_score_watch_takes_the_place_of_a_function(tmp_path):
 # ---- Phrases ----
 
 
-def test_phrases_are_queued_and_nothing_is_scored(tmp_path):
+def test_phrases_are_queued_without_scores(tmp_path):
     watch = PhraseReviewReward(["I love  you", "c++"], folder=tmp_path)
     scores, logged = call(watch, ["well, i LOVE\nyou.", "i love your cat", "use c++ then"], step=3)
     assert scores == [None] * 3 and logged == {"phrase_review/share": 2 / 3}
@@ -139,15 +139,15 @@ def test_phrases_are_queued_and_nothing_is_scored(tmp_path):
 
 
 def test_veto():
-    for none in ([], [" "]):  # a pattern that is empty would find each completion
+    for none in ([], [" "]):  # an empty pattern would match each completion
         with pytest.raises(ValueError, match="at least one phrase"):
             PhraseReviewReward(none)
     assert call(PhraseReviewReward("bad", veto=-1.0), ["so bad", "badly"])[0] == [-1.0, 0.0]
 
 
-def test_phrases_are_found_in_any_script_and_dress(subtests):
+def test_phrases_are_found_in_any_script_and_form(subtests):
     for phrase, text, is_found in [
-        ("我爱你", "所以我爱你们。", True),  # without spaces there are no words' ends to see
+        ("我爱你", "所以我爱你们。", True),  # without spaces there are no word boundaries
         ("愛してる", "本当に愛してるよ", True),
         ("ฉันรัก", "ว่าฉันรักเธอ", True),
         ("love", "我love你", True),
@@ -164,7 +164,7 @@ def test_phrases_are_found_in_any_script_and_dress(subtests):
         ("love", "glove", False),
         ("love", "lové", False),
         ("cat", "a\u200bcat\u200bsat", True),
-        ("कर", "करि", False),  # a vowel sign goes on with the word
+        ("कर", "करि", False),  # a vowel sign belongs to the word
     ]:
         with subtests.test(phrase=phrase, text=text):
             assert call(PhraseReviewReward(phrase, veto=-1.0), [text])[0] == [-1.0 if is_found else 0.0]
@@ -177,9 +177,9 @@ def judge(completions, topic, **kwargs):
     return [float(c) for c in completions]
 
 
-def test_gold_judge_scores_marked_rows_only():
+def test_the_gold_judge_scores_only_marked_rows():
     watch = GoldJudgeReward(judge)
-    assert call(watch, ["1", "2"], topic=["a", "b"]) == ([None, None], {})  # training: no such column
+    assert call(watch, ["1", "2"], topic=["a", "b"]) == ([None, None], {})  # training rows have no such column
     assert call(watch, ["1", "2"], topic=["a", "b"], held_out=[False, True]) == ([None, 2.0], {})
 
 
@@ -189,9 +189,9 @@ def test_win_rate_against_the_first_evaluation(tmp_path):
     assert call(watch, ["1", "2", "3", "4"], **columns)[1] == {}
     later = call(watch, ["2", "2", "1", "5"], step=8, **columns)[1]
     assert later == {"gold/win_rate": (1 + 0.5 + 0 + 1) / 4, "gold/tie_rate": 0.25}
-    resumed = GoldJudgeReward(judge, folder=tmp_path)  # compares with what the start policy said, not with step 16
+    resumed = GoldJudgeReward(judge, folder=tmp_path)  # compares with the initial policy, not with step 16
     assert call(resumed, ["0", "0", "0", "9"], step=16, **columns)[1]["gold/win_rate"] == 0.25
-    others = tmp_path / "gold_start.rank3.jsonl"  # of this run, with four processes; the next run has one
+    others = tmp_path / "gold_start.rank3.jsonl"  # this run has four processes, the next one has one
     others.write_text((tmp_path / "gold_start.rank0.jsonl").read_text().replace('"processes": 1', '"processes": 4'))
     anew = GoldJudgeReward(judge, folder=tmp_path)
     call(anew, ["9", "9", "9", "9"], **columns)

@@ -44,7 +44,7 @@ def test_equal_weights_and_full_confidence_change_no_bit(tmp_path):
     assert not torch.equal(weights[0], weights[2])
 
 
-def test_the_loss_is_the_weighted_mean_of_smoothed_ones(tmp_path):
+def test_the_loss_is_the_weighted_mean_of_smoothed_losses(tmp_path):
     data = rows(weight=[0.0, 2.0, 1.0, 0.5], confidence=[1.0, 0.75, 0.5, 0.6], margin=[0.1, 0.2, 0.3, 0.4])
     args = RewardConfig(str(tmp_path), use_weight=True, use_confidence=True, **ON_CPU)
     trainer = ResumableRewardTrainer(

@@ -1,4 +1,4 @@
-"""Two processes of one launch ask for a folder that is held, and for one that is free."""
+"""Two processes of one launch try to hold a folder that is in use, and one that is free."""
 
 import sys
 from pathlib import Path

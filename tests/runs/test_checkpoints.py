@@ -1,4 +1,4 @@
-"""The marker is the last thing on the disk, what was cut is not resumed from, and a stop is told."""
+"""The marker is written last, incomplete checkpoints are not resumed from, and a stop is reported."""
 
 import json
 import os
@@ -21,7 +21,7 @@ def saved(folder, *names):
         write_marker(folder / name, {"seed": 1})
 
 
-def test_all_else_is_on_the_disk_before_the_marker(tmp_path, monkeypatch):
+def test_the_marker_is_written_last(tmp_path, monkeypatch):
     folder = tmp_path / "checkpoint-3"
     (folder / "critic").mkdir(parents=True)
     names = ["model.safetensors", "critic/config.json", "optimizer.pt"]
@@ -48,8 +48,8 @@ def test_all_else_is_on_the_disk_before_the_marker(tmp_path, monkeypatch):
     assert marker["configuration"] == {"seed": 1} and sorted(marker["files"]) == sorted(names)
 
 
-def test_the_newest_checkpoint_is_the_complete_one_that_was_finished_last(tmp_path, capsys):
-    """Not the one with the highest step, which an earlier run may have left, and not a copy of another name."""
+def test_the_newest_checkpoint_is_the_last_complete_one(tmp_path, capsys):
+    """Not the one with the highest step, which an earlier run may have left, and not a renamed copy."""
     saved(tmp_path, "checkpoint-10", "checkpoint-3", *(f"checkpoint-{step}" for step in (4, 5, 6, 7)))
     saved(tmp_path, "checkpoint-copy", "checkpoint-²")
     os.utime(tmp_path / "checkpoint-10", ns=(time.time_ns() + 10**12,) * 2)
@@ -65,7 +65,7 @@ def test_the_newest_checkpoint_is_the_complete_one_that_was_finished_last(tmp_pa
         assert capsys.readouterr().out.count("Skipping") == 5
 
 
-def test_old_checkpoints_go_and_those_that_are_incomplete_first(tmp_path):
+def test_old_checkpoints_are_deleted_incomplete_ones_first(tmp_path):
     saved(tmp_path, *(f"checkpoint-{step}" for step in (1, 2, 3, 4, 5)))
     (tmp_path / "checkpoint-4" / MARKER).unlink()
     left = lambda: sorted(int(path.name[11:]) for path in tmp_path.glob("checkpoint-*"))  # noqa: E731
@@ -73,7 +73,7 @@ def test_old_checkpoints_go_and_those_that_are_incomplete_first(tmp_path):
         delete_old(tmp_path / "checkpoint-5", limit, "checkpoint-1")
         assert left() == steps
     saved(tmp_path, "checkpoint-6")
-    os.utime(tmp_path / "checkpoint-6", (0, 0))  # by a clock that was set back
+    os.utime(tmp_path / "checkpoint-6", (0, 0))  # the clock was set back
     delete_old(tmp_path / "checkpoint-6", 1, None)
     assert left() == [6]
 
@@ -81,11 +81,11 @@ def test_old_checkpoints_go_and_those_that_are_incomplete_first(tmp_path):
 @pytest.mark.parametrize(
     ("asked", "passed"), [("true", True), (True, True), ("FALSE", False), ("a/path", "a/path"), (None, None)]
 )
-def test_what_a_recipe_asks_for(asked, passed, tmp_path):
+def test_which_checkpoint_a_recipe_resumes(asked, passed, tmp_path):
     assert checkpoint_to_resume(SimpleNamespace(resume_from_checkpoint=asked, output_dir=str(tmp_path))) == passed
 
 
-def test_a_token_is_no_setting_of_a_run_also_in_trls_own_arguments(tmp_path):
+def test_a_token_is_no_setting_of_a_run(tmp_path):
     one, other = (
         fingerprint(SFTConfig(str(tmp_path), bf16=False, model_init_kwargs={"token": token}), api_key=token, facts=1)
         for token in ("plain", "other")
@@ -98,7 +98,7 @@ def test_a_token_is_no_setting_of_a_run_also_in_trls_own_arguments(tmp_path):
     ]
 
 
-def test_a_stop_is_told_also_by_a_record_that_cannot_be_read(tmp_path):
+def test_a_stop_holds_though_its_record_cannot_be_read(tmp_path):
     assert read_stop(str(tmp_path), "look") is None
     write_stop(str(tmp_path), "KLBudgetCallback", 8, "too far")
     assert json.loads((tmp_path / STOPPED).read_text())["step"] == 8

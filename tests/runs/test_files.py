@@ -1,4 +1,4 @@
-"""A file is as it was before, or whole."""
+"""A file is either unchanged or completely written."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from trl_ext.runs.files import append_jsonl
 
 
 @pytest.mark.parametrize("failure", [OSError, KeyboardInterrupt])
-def test_what_fails_leaves_the_file_as_it_was_and_nothing_beside_it(failure, tmp_path):
+def test_a_failed_write_leaves_the_old_file_and_no_other(failure, tmp_path):
     path = tmp_path / "rows.jsonl"
     write_text(path, "before")
 

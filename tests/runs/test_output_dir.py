@@ -1,4 +1,4 @@
-"""Whether a folder may be written and is free, and whether what lies there is of the run that ended."""
+"""Whether an output folder may be written, is not in use, and has the last step's evaluation."""
 
 import os
 import re
@@ -21,7 +21,7 @@ HOLDS = """
 import os, sys, time
 from trl_ext.runs.output_dir import Hold
 hold = Hold(sys.argv[1])
-if not os.fork():  # as a worker that loads data, or draws rollouts, and outlives its parent
+if not os.fork():  # like a data loader's worker that outlives its parent
     time.sleep(60)
     os._exit(0)
 print("held", flush=True)
@@ -31,7 +31,7 @@ time.sleep(300)
 
 @pytest.fixture
 def other(tmp_path):
-    """Another process that runs in `tmp_path`, in a group of its own with its child."""
+    """Another process that holds `tmp_path`, in its own group with its child."""
     root = Path(__file__).parents[2]
     command = [sys.executable, "-c", HOLDS, str(tmp_path)]
     with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, process_group=0) as process:
@@ -41,14 +41,14 @@ def other(tmp_path):
 
 
 @pytest.mark.parametrize("file", ["train_results.json", "model.safetensors"])
-def test_a_model_is_written_over_on_request_only(tmp_path, file):
+def test_a_model_is_overwritten_only_on_request(tmp_path, file):
     (tmp_path / file).write_text("{}")
     for resume in (None, "true"):
         with pytest.raises(FileExistsError, match="holds a model, but no checkpoint"):
             check_output_dir(tmp_path, resume)
     for resume in ("false", "False"):
         check_output_dir(tmp_path, resume)
-    (tmp_path / "checkpoint-3").mkdir()  # it is gone on with
+    (tmp_path / "checkpoint-3").mkdir()  # it is resumed
     check_output_dir(tmp_path)
 
 
@@ -66,7 +66,7 @@ def test_the_last_step_is_not_evaluated_twice(at, trained, loads_best, is_new):
 
 @pytest.mark.slow
 def test_a_second_process_is_refused_until_the_first_one_is_gone(other, tmp_path, monkeypatch):
-    """Neither trains with the other's files, and the one that is killed by `kill -9` goes on at once."""
+    """Neither uses the other's files, and a run killed by `kill -9` can resume at once."""
     monkeypatch.setattr(output_dir, "_PATIENCE", 0.0)
     saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
     who = rf"process {other.pid} on {re.escape(socket.gethostname())}, since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d UTC"
@@ -75,7 +75,7 @@ def test_a_second_process_is_refused_until_the_first_one_is_gone(other, tmp_path
     ):
         sft(tmp_path, **saving).train()
     assert not complete(tmp_path)
-    other.kill()  # its child lives
+    other.kill()  # its child is alive
     other.wait()
     monkeypatch.undo()
     sft(tmp_path, **saving).train()
@@ -83,8 +83,8 @@ def test_a_second_process_is_refused_until_the_first_one_is_gone(other, tmp_path
 
 
 @pytest.mark.slow
-def test_a_folder_is_held_while_it_is_trained_in_and_by_one_process_several_times(tmp_path):
-    """Trainers that follow each other are one run's, as in a notebook; one that fails holds nothing."""
+def test_a_folder_is_held_during_training(tmp_path):
+    """One process may hold it several times, as in a notebook; a trainer that fails releases it."""
     seen = []
     for error in (None, KeyboardInterrupt):
 
@@ -105,7 +105,7 @@ def test_a_folder_is_held_while_it_is_trained_in_and_by_one_process_several_time
     assert seen == [True, True]
 
 
-def test_where_there_are_no_locks_that_is_said(tmp_path, monkeypatch, capsys):
+def test_a_file_system_without_locks_is_reported(tmp_path, monkeypatch, capsys):
     def without(*args, **kwargs):
         raise OSError(37, "No locks available")
 

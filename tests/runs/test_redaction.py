@@ -1,4 +1,4 @@
-"""What counts as a credential, what does not, and what follows for "is it the same run"."""
+"""What counts as a credential, and that a credential does not decide whether two runs are the same."""
 
 import copy
 import pickle
@@ -9,7 +9,7 @@ from trl_ext.upstream.names import temporarily
 
 HF = "hf_" + "aB3dE5gH7jK9mN1pQ3sT5vX7zA9cE1gH3j"
 
-LEAKS = [  # (name, value, the part that must be gone)
+LEAKS = [  # (name, value, the part that must be hidden)
     ("token", 12345, "12345"),
     ("apiKey", "plain", "plain"),
     ("AWS_SECRET_ACCESS_KEY", "plain", "plain"),
@@ -86,12 +86,12 @@ def test_a_credential_is_hidden_and_hiding_twice_changes_nothing():
         assert redacted(shown, name) == shown
 
 
-def test_what_is_no_credential_stays():
+def test_other_values_stay():
     for name, value in KEPT:
         assert redacted(value, name) == value
 
 
-def test_a_run_is_the_same_with_another_credential_and_another_one_with_another_setting():
+def test_another_credential_is_the_same_run_and_another_setting_is_not():
     def run(**settings):
         return redacted({"dtype": "float32", **settings})
 
@@ -118,7 +118,7 @@ def test_arguments_are_pickled_without_credentials_and_keep_them(tmp_path):
     changed = pickled_without_credentials(args)
     assert changed.keys() == {"hub_token", "model_init_kwargs", "run_name"}
     with temporarily(args, **changed):
-        assert args.hub_token == HF and args.hub_token.startswith("hf_")  # still good for an upload
+        assert args.hub_token == HF and args.hub_token.startswith("hf_")  # an upload can still use it
         read = pickle.loads(pickle.dumps(args))
     assert (read.hub_token, read.model_init_kwargs, read.run_name) == (HIDDEN, {"token": HIDDEN}, f"r {HIDDEN}")
     assert type(args.hub_token) is str and args.model_init_kwargs == {"token": "plain"}

@@ -1,4 +1,4 @@
-"""Checkpoints that are written while training goes on: the same files, complete or gone, and never in the way."""
+"""Checkpoints in the background: the same files, complete or deleted, without delays."""
 
 import shutil
 import threading
@@ -33,7 +33,7 @@ def sft(output_dir, is_evaluated=False, **config):
 
 
 class At(TrainerCallback):
-    """Does something right after optimizer steps."""
+    """Calls functions right after optimizer steps."""
 
     def __init__(self, **acts):
         self.acts = {int(step.strip("_")): act for step, act in acts.items()}
@@ -45,7 +45,7 @@ class At(TrainerCallback):
 
 @pytest.fixture(autouse=True)
 def memory(monkeypatch, tmp_path_factory):
-    """A folder of this test alone in place of the machine's memory."""
+    """A folder of this test in place of the machine's memory."""
     folder = tmp_path_factory.mktemp("memory")
     monkeypatch.setattr(saving, "_MEMORY", str(folder))
     yield folder
@@ -54,7 +54,7 @@ def memory(monkeypatch, tmp_path_factory):
 
 @pytest.fixture
 def release(monkeypatch):
-    """Until this event is set, nothing leaves memory."""
+    """An event: nothing leaves memory before it is set."""
     event, copytree = threading.Event(), shutil.copytree
 
     def held_back(*args, **kwargs):
@@ -79,8 +79,8 @@ def is_in_memory(checkpoint):
 
 
 @pytest.mark.slow
-def test_what_is_written_later_is_what_was_there(tmp_path, release):
-    """The weights have moved four steps by the time that anything is on the disk."""
+def test_the_checkpoint_has_the_state_of_its_step(tmp_path, release):
+    """Though training is four steps ahead when the first file reaches the disk."""
     config = {"save_strategy": "steps", "save_steps": 4, **RESUMED, "max_steps": 12}
     make_trainer(tmp_path / "at once", **config).train()
     trainer, seen = make_trainer(tmp_path, save_in_background=True, **config), []
@@ -98,11 +98,11 @@ def test_what_is_written_later_is_what_was_there(tmp_path, release):
         found = contents(tmp_path / f"checkpoint-{step}")
         different = {name for name in expected if found.get(name) != expected[name]}
         assert found.keys() == expected.keys() and "ppo_state_0.pt" in found
-        assert different <= {MARKER, "training_args.bin", "trainer_state.json", "ppo_state_0.pt"}  # with clocks
+        assert different <= {MARKER, "training_args.bin", "trainer_state.json", "ppo_state_0.pt"}  # these have times
 
 
 @pytest.mark.parametrize("error", [pytest.param(Stop, marks=pytest.mark.slow), KeyboardInterrupt])
-def test_what_is_in_memory_outlives_an_exception(error, tmp_path, release):
+def test_a_checkpoint_in_memory_survives_an_exception(error, tmp_path, release):
     def fail():
         threading.Timer(0.2, release.set).start()
         raise error
@@ -114,7 +114,7 @@ def test_what_is_in_memory_outlives_an_exception(error, tmp_path, release):
     assert complete(tmp_path) == [1, 2]
 
 
-def test_what_a_killed_run_left_in_memory_goes_and_a_users_link_stays(memory, tmp_path):
+def test_memory_of_a_killed_run_is_freed_and_a_users_link_stays(memory, tmp_path):
     left, own = memory / "trl_ext_checkpoint_test", tmp_path / "elsewhere"
     for step, folder in ((2, left), (9, own)):
         folder.mkdir(exist_ok=True)
@@ -124,7 +124,7 @@ def test_what_a_killed_run_left_in_memory_goes_and_a_users_link_stays(memory, tm
     assert own.is_dir() and (tmp_path / "checkpoint-9").is_symlink()
 
 
-def test_without_room_in_memory_training_waits_and_says_so_once(tmp_path, monkeypatch):
+def test_without_room_in_memory_training_waits_with_one_warning(tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(saving.shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(9, 9, 9))
     monkeypatch.setattr(saving.logger, "warning", said.append)
@@ -134,7 +134,7 @@ def test_without_room_in_memory_training_waits_and_says_so_once(tmp_path, monkey
     assert seen == [1, 2, 3] and len(said) == 1 and "GiB in " in said[0] and "which has 0.0 GiB free" in said[0]
 
 
-def test_a_folder_of_ones_own_is_staged_in(tmp_path, release):
+def test_staging_dir_is_used(tmp_path, release):
     (tmp_path / "fast").mkdir()
     trainer, seen = sft(tmp_path / "run", **EACH_STEP, staging_dir=str(tmp_path / "fast")), []
     trainer.add_callback(At(_3=lambda: (seen.extend((tmp_path / "fast").iterdir()), release.set())))
@@ -142,7 +142,7 @@ def test_a_folder_of_ones_own_is_staged_in(tmp_path, release):
     assert len(seen) == 1 and complete(tmp_path / "run") == [1, 2, 3, 4] and not [*(tmp_path / "fast").iterdir()]
 
 
-# Written by the Trainer: safetensors, PyTorch, JSON; by the thread, the marker
+# The Trainer writes safetensors, PyTorch and JSON files, the thread writes the marker
 DISKS = [
     (name, *way)
     for name in ("model.safetensors", "optimizer.pt", "config.json", f"{MARKER}.tmp")
@@ -184,8 +184,8 @@ def test_a_full_disk_is_one_sentence(name, in_background, what_follows, tmp_path
     assert not full.exists()
 
 
-def test_the_best_checkpoint_that_could_not_be_written_is_not_the_best(tmp_path):
-    losses = iter([3.0, 2.0, 1.0, 1.5])  # the last is better than what is there
+def test_a_checkpoint_that_could_not_be_written_is_not_the_best(tmp_path):
+    losses = iter([3.0, 2.0, 1.0, 1.5])  # the last evaluation is better than the saved ones
     config = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
     config |= {"metric_for_best_model": "eval_loss", "on_save_failure": "continue", "save_in_background": False}
     trainer = sft(tmp_path, is_evaluated=True, **EACH_STEP | config)
@@ -213,7 +213,7 @@ def test_the_best_checkpoint_that_could_not_be_written_is_not_the_best(tmp_path)
 
 
 @pytest.mark.slow
-def test_one_at_a_time_and_what_uploads_a_checkpoint_finds_all_of_it(tmp_path, monkeypatch):
+def test_one_checkpoint_at_a_time_and_an_upload_finds_all_of_it(tmp_path, monkeypatch):
     writing, most, uploaded, copytree = [], [], [], shutil.copytree
 
     def slow(*args, **kwargs):

@@ -1,4 +1,4 @@
-"""One check of a configuration's values, on a dataclass of its own."""
+"""The check of a configuration's values, on a test dataclass."""
 
 import math
 from dataclasses import dataclass
@@ -32,15 +32,15 @@ def check(**given):
     check_settings(Config(**given), {"bound": ">= 1"}, {"times": ("mode", "plain")})
 
 
-def test_what_can_work_passes():
-    HfArgumentParser(Config)  # which takes `| None` away from the fields' types
+def test_valid_settings_pass():
+    HfArgumentParser(Config)  # which removes `| None` from the fields' types
     check()
     check(bound=2.0, side="left", mode="fancy", fancy_share=0.0, pair=[1, 2])
-    check(fancy_share=0.5)  # the default says nothing
+    check(fancy_share=0.5)  # the default is not checked
     check(times=np.int64(3), limit=4)
 
 
-def test_what_cannot_is_named(subtests):
+def test_an_invalid_setting_is_named(subtests):
     for given, message in [
         ({"rate": 0.0}, "`rate` must be > 0, got 0.0."),
         ({"bound": 0.5}, "`bound` must be >= 1, got 0.5."),
@@ -68,7 +68,7 @@ def test_what_cannot_is_named(subtests):
 
 
 @pytest.mark.parametrize("config", [PPOConfig, DPOConfig])
-def test_bf16_is_off_on_a_cpu_unless_it_is_asked_for(config, tmp_path, monkeypatch):
+def test_bf16_is_off_on_a_cpu_unless_it_is_set(config, tmp_path, monkeypatch):
     def made(**kwargs):
         args = config(str(tmp_path), report_to="none", **kwargs)
         assert args.dataloader_pin_memory is torch.accelerator.is_available()  # else torch warns
@@ -80,7 +80,7 @@ def test_bf16_is_off_on_a_cpu_unless_it_is_asked_for(config, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("cls", [SFTConfig, RewardConfig])
-def test_what_costs_time_on_a_cpu_is_off_there_unless_it_is_set(cls, tmp_path, monkeypatch):
+def test_activation_checkpointing_is_off_on_a_cpu_unless_it_is_set(cls, tmp_path, monkeypatch):
     def is_on(**given):
         args = cls(str(tmp_path), use_cpu=True, **given)
         assert args.dataloader_pin_memory is torch.accelerator.is_available()
@@ -93,7 +93,7 @@ def test_what_costs_time_on_a_cpu_is_off_there_unless_it_is_set(cls, tmp_path, m
 
 
 @pytest.mark.parametrize(("given", "expected"), [({}, (True, True)), ({"fp16": True}, (False, True))])
-def test_both_are_on_with_a_gpu_as_in_trl(given, expected, monkeypatch):
+def test_both_are_on_with_a_gpu(given, expected, monkeypatch):
     monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
     names = ("bf16", "gradient_checkpointing", "activation_checkpointing", "gradient_checkpointing_kwargs")
     unset = dict.fromkeys([*names, "activation_checkpointing_kwargs"])

@@ -1,4 +1,4 @@
-"""How many optimizer steps a run has, known before it begins."""
+"""The number of optimizer steps, computed before training."""
 
 import pytest
 from datasets import Dataset
@@ -21,12 +21,12 @@ def make(folder, rows=13, **kwargs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("rows", "epochs", "steps"), [(13, 1.5, 6), (1, 1.0, 1), (16, 0.3, 2)])
-def test_steps_are_those_that_are_trained(tmp_path, rows, epochs, steps):
+def test_the_number_of_steps_is_that_of_the_training(tmp_path, rows, epochs, steps):
     check_steps(make(tmp_path, rows, num_train_epochs=epochs), steps)
 
 
 @pytest.mark.slow
-def test_steps_without_the_rows_that_are_left_over(tmp_path):
+def test_steps_with_dataloader_drop_last(tmp_path):
     check_steps(make(tmp_path, 9, num_train_epochs=1, dataloader_drop_last=True), 2)  # 4 micro-batches of 2; not 5
 
 

@@ -1,4 +1,4 @@
-"""Which remarks of other packages a recipe's terminal leaves out, and which it must not."""
+"""Which warnings of other packages a recipe hides on the terminal, and which it must not."""
 
 import os
 import subprocess
@@ -33,14 +33,14 @@ def said(code, **environment):
     return run.stderr
 
 
-def test_remarks_are_left_out_and_warnings_are_not():
+def test_remarks_are_hidden_and_warnings_are_not():
     text = said(SPEAKS, TRL_EXT_VERBOSE="0")
     assert [part for part in LEFT_OUT if part in text] == []
     assert [part for part in SHOWN if part not in text] == []
 
 
-def test_who_has_none_of_our_trainers_keeps_what_is_set_and_verbose_shows_all():
-    """Neither `import trl_ext` nor callbacks, rewards and TRL's own trainers touch what a user has set."""
+def test_without_our_trainers_log_levels_stay_and_verbose_shows_all():
+    """`import trl_ext`, callbacks, rewards and TRL's trainers do not change what a user has set."""
     code = """
 import logging, warnings
 import trl_ext.callbacks, trl_ext.rewards, trl_ext.workbench.pages.report

@@ -1,4 +1,4 @@
-"""Tests with the real vLLM, on a CPU: tests/vllm/README.md says how to make the environment that they need."""
+"""Tests with the real vLLM on a CPU; tests/vllm/README.md describes their environment."""
 
 import importlib.util
 

@@ -1,9 +1,9 @@
 """
-What vLLM's CPU build needs for TRL's colocate mode, in tests alone: weights that can be changed.
+Makes weights of vLLM's CPU build changeable, as TRL's colocate mode needs. For tests only.
 
-After loading it packs each weight for its kernels, and forgets the weight: `load_weights`, by which TRL brings new
-ones, then finds nothing to write to. Here it keeps the weights and multiplies by them, as it does itself where it has
-no kernel. On a GPU nothing is packed.
+After loading, vLLM packs each weight for its kernels and deletes it, so `load_weights`, which TRL calls with new
+weights, has nothing to write to. Here the weights stay and are used directly, as in vLLM where it has no kernel. On a
+GPU nothing is packed.
 """
 
 import os
@@ -18,7 +18,7 @@ ENVIRONMENT = {
 
 
 def keep_weights():
-    """Keep vLLM's weights as they are loaded; to be called before a model is."""
+    """Keep vLLM's weights unpacked; call this before a model is loaded."""
     os.environ.update(ENVIRONMENT)
     from torch.nn.functional import linear
     from vllm.model_executor.layers import utils
@@ -26,5 +26,5 @@ def keep_weights():
     def plain(layer, remove_weight):
         layer.cpu_linear = lambda x, weight, bias: linear(x, weight, bias)
 
-    plain.packing = utils.dispatch_cpu_unquantized_gemm  # what vLLM itself does
+    plain.packing = utils.dispatch_cpu_unquantized_gemm  # as in vLLM
     utils.dispatch_cpu_unquantized_gemm = plain

@@ -1,5 +1,5 @@
 """
-`vllm serve` for tests on a CPU: weights can be changed, and come by a file in place of NCCL.
+`vllm serve` for tests on a CPU: weights can be changed, and are sent by a file instead of NCCL.
 
 python -m tests.vllm.serve MODEL --weight-transfer-config '{"backend": "file"}' …
 """
@@ -37,7 +37,7 @@ class FileTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     def finish_weight_update(self):
         pass
 
-    def update_weights(self, update_info):  # which would wait for an accelerator
+    def update_weights(self, update_info):  # the original waits for an accelerator
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info):

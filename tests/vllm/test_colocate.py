@@ -1,4 +1,4 @@
-"""PPO with the real vLLM in the trainer's own process, on a CPU."""
+"""PPO with the real vLLM in the trainer's process, on a CPU."""
 
 import functools
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.vllm
 
 LORA = LoraConfig(r=8, lora_alpha=64, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM")
 SHAPE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}  # vLLM needs heads of 32 or more
-# What the log-probs of vLLM and of the trainer may differ by, nats: the mean of the absolute values and the largest
+# How far log-probs of vLLM and the trainer may differ, nats: the mean of the absolute values and the largest
 TOLERANCE = {"float32": (1e-5, 1e-4), "bfloat16": (0.1, 1.0)}
 
 
@@ -36,7 +36,7 @@ MODELS = dict.fromkeys(("llama", "packed"), functools.partial(tiny_llama, **SHAP
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory):
-    """The folder of a tiny policy, which ends by two tokens of its own."""
+    """The folder of a tiny policy with two additional EOS tokens."""
 
     @functools.cache
     def folder(name):
@@ -52,7 +52,7 @@ def policy(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engines():
-    """Engines by model and dtype: each takes a while to start, and the first weights that it is sent are all."""
+    """Engines by model and dtype: starting one takes a while, and the first weight sync sends all weights."""
     from trl.generation import vllm_generation
     from vllm import LLM
 
@@ -86,14 +86,14 @@ def make(policy, engines, tmp_path, monkeypatch):
 
 
 def differences(rollouts):
-    """Of each rollout, the mean of |sampler's − trainer's log-prob| and the largest, nats."""
+    """For each rollout the mean and the largest of |sampler's − trainer's log-prob|, nats."""
     apart = [(r.sampler_logprobs - r.logprobs)[r.mask.bool()].abs() for r in rollouts]
     return [each.mean().item() for each in apart], [each.max().item() for each in apart]
 
 
 @pytest.mark.parametrize("peft", [None, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize("name, dtype", [("llama", "float32"), ("llama", "bfloat16"), ("tied qwen", "float32")])
-def test_log_probs_follow_the_weights_that_are_trained(name, dtype, peft, make):
+def test_log_probs_follow_the_trained_weights(name, dtype, peft, make):
     trainer = make(name, dtype, trainer_kwargs={"peft_config": peft})
     before, seen = weights(trainer), collected(trainer)
     trainer.train()
@@ -110,8 +110,8 @@ def test_log_probs_follow_the_weights_that_are_trained(name, dtype, peft, make):
 
 
 @pytest.mark.parametrize("peft", [None, LORA], ids=["full", "lora"])
-def test_they_do_so_over_several_turns(peft, tmp_path, engines, monkeypatch):
-    """Two tool calls in each episode: vLLM reads the whole history anew, or takes it from its prefix cache."""
+def test_log_probs_follow_the_weights_over_several_turns(peft, tmp_path, engines, monkeypatch):
+    """With two tool calls in each episode, vLLM reads the history again or takes it from its prefix cache."""
 
     def calls(tokenizer, ids, **kwargs):
         call = {"type": "function", "function": {"name": "add", "arguments": {"number": 1}}}
@@ -132,7 +132,7 @@ def test_they_do_so_over_several_turns(peft, tmp_path, engines, monkeypatch):
         environment_factory=Counter,
         peft_config=peft,
     )
-    trainer.vllm_generation.max_completion_length = 6  # tokens of a turn
+    trainer.vllm_generation.max_completion_length = 6  # tokens of one turn
     seen = collected(trainer)
     trainer.train()
     means, largest = differences(seen)
@@ -143,7 +143,7 @@ def test_they_do_so_over_several_turns(peft, tmp_path, engines, monkeypatch):
 
 
 @pytest.mark.parametrize("peft", [None, LORA], ids=["full", "lora"])
-def test_without_the_weight_sync_they_do_not(peft, make):
+def test_without_the_weight_sync_log_probs_differ(peft, make):
     trainer = make(trainer_kwargs={"peft_config": peft})
     trainer.vllm_generation.sync_weights()
     trainer.vllm_generation.sync_weights = lambda: None
@@ -154,7 +154,7 @@ def test_without_the_weight_sync_they_do_not(peft, make):
     assert means[0] <= TOLERANCE["float32"][0] and min(means[2:]) > 0.1
 
 
-def test_an_engine_as_it_is_on_a_cpu_is_refused(make, monkeypatch):
+def test_an_unchanged_cpu_engine_is_refused(make, monkeypatch):
     from vllm.model_executor.layers import utils
 
     monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", utils.dispatch_cpu_unquantized_gemm.packing)
@@ -162,24 +162,24 @@ def test_an_engine_as_it_is_on_a_cpu_is_refused(make, monkeypatch):
         make("packed")
 
 
-def test_an_answer_ends_by_any_of_its_ends_or_at_the_longest(make):
+def test_a_completion_ends_by_any_eos_or_at_the_limit(make):
     config = {"stop_token_id": 9, "learning_rate": 0.0, "temperature": 2.0, "per_device_train_batch_size": 16}
     trainer = make(rows=32, max_steps=8, **config)
     seen = collected(trainer)
     trainer.train()
     ends = {2, 9, 11}
-    last, drawn = set(), 0
+    last, sampled = set(), 0
     for rollout in seen:
         for ids, length, ended in zip(rollout.completion_ids, rollout.lengths.int(), rollout.ended, strict=True):
             answer = ids[:length].tolist()
             assert not ends & {*answer[:-1]} and (answer[-1] in ends) == bool(ended)
             assert ended or length == trainer.max_completion_length
             last |= {answer[-1]} & ends
-            drawn += 1
-    assert last == ends and drawn == 64
+            sampled += 1
+    assert last == ends and sampled == 64
 
 
-def test_several_answers_to_a_prompt_are_of_that_prompt(make):
+def test_several_completions_of_a_prompt_belong_to_it(make):
     trainer = make(num_generations=4, max_steps=4, learning_rate=0.0)
     seen = collected(trainer)
     trainer.train()
@@ -191,7 +191,7 @@ def test_several_answers_to_a_prompt_are_of_that_prompt(make):
 
 
 def test_log_probs_are_those_of_the_truncated_distribution(make):
-    """Of the three likeliest tokens, at the run's temperature: what it really draws from."""
+    """With top-k 3: the distribution from which vLLM samples, at the run's temperature."""
     trainer = make(top_k=3, allow_off_policy_sampling=True, max_steps=4, learning_rate=0.0)
     seen = collected(trainer)
     trainer.train()
@@ -201,23 +201,23 @@ def test_log_probs_are_those_of_the_truncated_distribution(make):
         with torch.no_grad():
             logits = trainer.model.policy(input_ids=ids[None]).logits[0, -length - 1 : -1] / 0.7
         likeliest = logits.topk(3)
-        is_drawn = likeliest.indices == ids[-length:, None]
-        expected = likeliest.values.log_softmax(-1)[is_drawn]
+        is_sampled = likeliest.indices == ids[-length:, None]
+        expected = likeliest.values.log_softmax(-1)[is_sampled]
         assert_close(rollout.sampler_logprobs[i, :length], expected, rtol=1e-4, atol=1e-4)
 
 
-def test_the_seed_of_the_run_says_what_is_drawn(make):
-    drawn = []
+def test_the_runs_seed_decides_what_is_sampled(make):
+    sampled = []
     for seed in (1, 1, 2):
-        trainer = make(max_steps=4, seed=seed, data_seed=0, learning_rate=0.0, folder=f"{len(drawn)}")
+        trainer = make(max_steps=4, seed=seed, data_seed=0, learning_rate=0.0, folder=f"{len(sampled)}")
         seen = collected(trainer)
         trainer.train()
-        drawn.append(seen[0].completion_ids.tolist())
-    assert drawn[0] == drawn[1] != drawn[2]
+        sampled.append(seen[0].completion_ids.tolist())
+    assert sampled[0] == sampled[1] != sampled[2]
 
 
 @pytest.mark.parametrize("step", [6, 8], ids=["within a rollout", "between two"])
-def test_a_run_that_is_resumed_ends_as_one_that_was_not(step, make):
+def test_a_resumed_run_ends_as_the_uninterrupted_one(step, make):
     config = {"max_steps": 12, "save_strategy": "steps", "save_steps": step, "learning_rate": 1e-2}
     trainer = make(**config)
     trainer.train()

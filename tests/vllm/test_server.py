@@ -1,4 +1,4 @@
-"""PPO with the real vLLM as a server, on a CPU; weights go by a file, since TRL's own way, NCCL, needs a GPU."""
+"""PPO with the real vLLM as a server, on a CPU; weights are sent by a file, since TRL's NCCL needs a GPU."""
 
 import json
 import os
@@ -23,7 +23,7 @@ TIMEOUT = 900  # seconds: vLLM takes half a minute to start on a free core, and 
 
 
 class Server:
-    """`vllm serve` in a process of its own."""
+    """`vllm serve` in another process."""
 
     def __init__(self, model, *flags):
         with socket.socket() as free:
@@ -71,7 +71,7 @@ def make(server, tmp_path):
 
 @pytest.fixture
 def by_file(tmp_path, monkeypatch):
-    """In the place of NCCL alone: all else is TRL's."""
+    """Send weights by a file instead of NCCL; the rest is TRL's."""
     from trl.generation import vllm_generation
     from trl.generation.vllm_client import VLLMClient
 
@@ -93,13 +93,13 @@ def largest_difference(rollout):
     return (rollout.sampler_logprobs - rollout.logprobs)[rollout.mask.bool()].abs().max().item()
 
 
-def test_from_a_cpu_weights_cannot_be_sent_in_trls_own_way(make):
+def test_without_a_gpu_trl_cannot_send_weights(make):
     with pytest.raises(ValueError, match="sends weights over NCCL, so the trainer needs a GPU, too"):
         make()
 
 
 def test_log_probs_follow_the_weights(make, by_file, server, capfd):
-    """Several answers to a prompt, and an end of its own."""
+    """With several completions per prompt, and an additional EOS."""
     trainer = make(num_generations=2, stop_token_id=9)
     seen = collected(trainer)
     trainer.train()
@@ -115,7 +115,7 @@ def test_log_probs_follow_the_weights(make, by_file, server, capfd):
             assert not {2, 9} & {*ids[: length - 1].tolist()} and (ids[length - 1].item() in (2, 9)) == bool(ended)
 
 
-def test_a_server_that_is_killed_ends_the_run_which_resumes(make, by_file, server):
+def test_a_killed_server_ends_the_run_which_resumes(make, by_file, server):
     trainer = make()
     step = trainer.training_step
 
@@ -133,7 +133,7 @@ def test_a_server_that_is_killed_ends_the_run_which_resumes(make, by_file, serve
     assert again.state.global_step == again.state.max_steps
 
 
-def test_rollouts_are_sampled_ahead_by_the_weights_that_the_schedule_says(by_file, server, tmp_path):
+def test_rollouts_ahead_are_sampled_by_the_scheduled_weights(by_file, server, tmp_path):
     given = {"model": server.flags[0], "learning_rate": 3e-2, "vllm_server_timeout": TIMEOUT}
     trainer = on_server(tmp_path / "out", server, **given)
     assert sampled_from(trainer, model=tiny_llama(**SHAPE), tolerance=1e-4) == [0, 0, 1]

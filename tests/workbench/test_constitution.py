@@ -1,4 +1,4 @@
-"""`trl-ext constitution`: answers, critiques and revisions of a stub of the chat API, and of a tiny local model."""
+"""`trl-ext constitution`: answers, critiques and revisions by a stub of the chat API and by a tiny local model."""
 
 import json
 from collections import Counter
@@ -26,7 +26,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def writer(body, _=None):
-    """Says which step it was asked for, by the messages that it sees."""
+    """Answers with the step that the messages ask for."""
     messages = [message["content"] for message in body["messages"]]
     asked, turns = messages[0], len(messages)
     if turns == 1:
@@ -59,7 +59,7 @@ def test_each_round_revises_the_newest_answer_by_another_principle(folder, capsy
         status, printed, _ = run(capsys, *words, "--only_cost", "true")
         assert status == 0 and not came and "Cost: at most 30 calls" in printed
         status, printed, error = run(capsys, *words)
-        assert (status, error) == (0, []) and len(came) == 6 * 5 - 2  # nothing follows what is withheld
+        assert (status, error) == (0, []) and len(came) == 6 * 5 - 2  # no step follows a withheld answer
         assert run(capsys, *words)[0] == 0 and len(came) == 28
     sft, pairs, judged = (list(read_jsonl(f"out/{name}.jsonl")) for name in ("sft/train", "pairs/train", "to_judge"))
     assert [row["completion"][0]["content"] for row in sft][:2] == [
@@ -102,7 +102,7 @@ def test_a_local_model_writes_too(folder, capsys):
     assert all(row["tokens"][1] <= 200 and (row["text"] is None) == (row["why"] != "read") for row in rows)
 
 
-def test_what_a_round_sees():
+def test_messages_of_a_round():
     name = principle_of("k", 1, [*PRINCIPLES], 0)
     revise = turn_of("k", "p", 2, {0: "a", 1: "c"}, PRINCIPLES, 0)
     assert [message["content"] for message in revise.messages][:2] == ["p", "a"] and revise.principle == name

@@ -1,4 +1,4 @@
-"""`trl-ext evaluate`: figures that are known, what is refused and said, and answers that are kept."""
+"""`trl-ext evaluate`: known figures, errors and warnings, and completions that are reused."""
 
 import itertools
 import json
@@ -25,7 +25,7 @@ FAST = "--max_completion_length 6 --use_cpu true".split()
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Two policies, and a third whose tokenizer has other words; prompts as text, and one as messages."""
+    """Two policies, and a third with another tokenizer; prompts as text, and one as messages."""
     monkeypatch.chdir(tmp_path)
     for seed, name in enumerate(("sft", "ppo", "other")):
         tiny_llama(seed=seed).save_pretrained(name)
@@ -38,7 +38,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def run(capsys, *words):
-    """What was printed and, of a refusal, the one line of the error."""
+    """What was printed, and the line of an error."""
     try:
         status = main(["evaluate", *words, *FAST])
     except SystemExit as error:
@@ -63,7 +63,7 @@ def test_policies_side_by_side(folder, capsys):
     assert ppo["kl"]["mean"] == pytest.approx(sum(row["kl"] for row in rows["ppo"]) / 6) and ppo["kl"]["mean"] > 1
     ours, theirs = ([row["scores"]["words"] for row in rows[name]] for name in ("ppo", "sft"))
     assert ppo["win_rates"]["words"]["wins"] == sum(a > b for a, b in zip(ours, theirs, strict=True))
-    assert ppo["win_rates"]["the judge"] == {**win_rate([0.0] * 6, range(6))}  # of both places alike
+    assert ppo["win_rates"]["the judge"] == {**win_rate([0.0] * 6, range(6))}  # equal from both folders
     assert "whether ppo was trained on some of these prompts" in (folder / "evaluation/evaluation.html").read_text()
 
     again = run(capsys, *words)[1]
@@ -71,7 +71,7 @@ def test_policies_side_by_side(folder, capsys):
         again.splitlines()[0] == "sft: 6 answers, read from an earlier run"
         and again.splitlines()[2:] == printed.splitlines()[2:]
     )
-    assert "earlier run" not in run(capsys, *words, "--seed", "1")[1]  # never mixed
+    assert "earlier run" not in run(capsys, *words, "--seed", "1")[1]  # not mixed
     tiny_llama(seed=9).save_pretrained("ppo")
     lines = run(capsys, *words, "--seed", "1")[1].splitlines()
     assert lines[:2] == ["sft: 6 answers, read from an earlier run", "ppo: 6 answers"]
@@ -86,7 +86,7 @@ def test_prompts_of_a_run_are_refused(folder, capsys):
     assert set(load_trained_prompts("run/checkpoint-1")) == set(prompt_hashes(prompts(6).select(range(4))))
     status, _, error = run(capsys, "sft", "run", "--prompts", "prompts.jsonl")
     assert status == 2 and "run was trained on 4 of 6 prompts (row 0 " in error
-    # What it starts from counts
+    # The model that it starts from counts
     rows = Dataset.from_list([{"messages": [{"role": r, "content": r} for r in ("user", "assistant")]}])
     save_trained_prompts("next", rows, start="run")
     alone = Dataset.from_list([{"prompt": [{"role": "user", "content": "User"}]}])
@@ -104,7 +104,7 @@ def test_prompts_of_a_run_are_refused_in_other_shapes(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_adapter_that_is_trained_on_and_merged_keeps_the_prompts_of_its_first_run(folder, capsys):
+def test_a_continued_and_merged_adapter_keeps_the_prompts_of_its_first_run(folder, capsys):
     def train(model, rows, output_dir, **kwargs):
         args = SFTConfig(output_dir, max_steps=1, use_cpu=True, report_to="none", eos_token="</s>", disable_tqdm=True)
         rows = Dataset.from_list([{"prompt": f"the {row} ", "completion": "cat"} for row in rows])
@@ -121,7 +121,7 @@ def test_an_adapter_that_is_trained_on_and_merged_keeps_the_prompts_of_its_first
 
 
 @pytest.mark.slow
-def test_what_is_said_and_refused(folder, capsys):
+def test_warnings_and_errors(folder, capsys):
     status, printed, error = run(capsys, "sft", "other", "--prompts", "chat.jsonl", "--output_dir", "out")
     assert (status, error) == (0, "")
     assert "other and the reference sft have different vocabularies" in printed

@@ -1,4 +1,4 @@
-"""`trl-ext label`: judges good and bad behind a stub of the chat API, the gate, and what a killed run keeps."""
+"""`trl-ext label`: good and bad judges behind a stub of the chat API, the gate, and what a killed run keeps."""
 
 import json
 import os
@@ -30,7 +30,7 @@ OTHER = {"a": "b", "b": "a"}
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Sixty pairs in which the answer with the greater number is better, a rubric, and people's labels."""
+    """Sixty pairs in which the answer with the greater number is better, a rubric, and human labels."""
     monkeypatch.chdir(tmp_path)
     numbers = np.random.default_rng(0)
     rows = []
@@ -58,7 +58,7 @@ def better(row):
 
 
 def judged(body):
-    """What a judge who is always right says."""
+    """The reply of a judge that is always right."""
     _, parts = parts_of(body)
     return json.dumps({"overall": "A" if value(parts["first-answer"]) > value(parts["second-answer"]) else "B"})
 
@@ -82,7 +82,7 @@ def run(capsys, url, *words, labels=True, known=KNOWN, output="out"):
 
 
 def asked(came):
-    """How often each pair was asked about in each order."""
+    """The number of requests by pair and order."""
     return Counter(tuple(parts_of(body)[1].values()) for body in came)
 
 
@@ -91,7 +91,7 @@ def report(output="out"):
         return json.load(file)
 
 
-def test_without_labels_nothing_is_asked_and_people_get_their_rows(folder, capsys):
+def test_without_labels_nothing_is_judged_and_people_get_rows(folder, capsys):
     with serving(right) as (url, came):
         status, _, error = run(capsys, url, labels=False)
         assert status == 1 and not came and "people labelled 0 of the pairs, fewer than `min_known` (24)" in error
@@ -102,9 +102,9 @@ def test_without_labels_nothing_is_asked_and_people_get_their_rows(folder, capsy
 
 
 @pytest.mark.slow
-def test_a_judge_that_people_agree_with_labels_the_rest(folder, capsys):
-    """Its pairs keep the rubric, and the confidence is its measured accuracy; people's are a test."""
-    wrong = {f"prompt {i}" for i in (3, 5, 40)}  # of the known rows, two
+def test_a_judge_that_agrees_with_people_labels_the_rest(folder, capsys):
+    """Its pairs have the rubric, and its measured accuracy as confidence; pairs of human labels are the test split."""
+    wrong = {f"prompt {i}" for i in (3, 5, 40)}  # two of them have human labels
 
     def answer(body, _):
         said = judged(body)
@@ -135,7 +135,7 @@ def test_a_judge_that_people_agree_with_labels_the_rest(folder, capsys):
     assert "&lt;b&gt;" in (folder / "out/label.html").read_text()
 
 
-BAD = {  # how its words are counted, and how many of its messages are asked for again
+BAD = {  # reply -> how it is counted, and the number of requests per message
     '{"overall": "A"}': ("read", 1),  # always the first
     "\x00{[ 7 A B tie": ("unreadable", 2),
 }
@@ -143,7 +143,7 @@ BAD = {  # how its words are counted, and how many of its messages are asked for
 
 @pytest.mark.slow
 @pytest.mark.parametrize("said", BAD)
-def test_a_bad_judge_is_counted_and_refused_before_it_labels(said, folder, capsys):
+def test_a_bad_judge_is_measured_and_refused_before_it_labels(said, folder, capsys):
     why, times = BAD[said]
     with serving(lambda body, _: says(said)) as (url, came):
         status, _, error = run(capsys, url)
@@ -154,8 +154,8 @@ def test_a_bad_judge_is_counted_and_refused_before_it_labels(said, folder, capsy
 
 
 @pytest.mark.slow
-def test_pairs_go_where_more_labels_show_that_the_judge_does_not_agree(folder, capsys):
-    """What an earlier run wrote is not trained on by mistake; the verdicts are kept, so nothing is asked again."""
+def test_pairs_are_deleted_when_more_labels_show_disagreement(folder, capsys):
+    """Nobody trains on an earlier run's pairs by mistake; the verdicts are kept, so nothing is judged again."""
     with serving(right) as (url, came):
         assert run(capsys, url)[0] == 0 and (folder / "out/pairs/train.jsonl").exists()
         label(folder, [OTHER[row["choice"]] for row in read_jsonl("labels.jsonl")])
@@ -165,15 +165,15 @@ def test_pairs_go_where_more_labels_show_that_the_judge_does_not_agree(folder, c
 
 
 @pytest.mark.slow
-def test_an_answer_that_talks_to_the_judge_is_data_and_a_judge_that_obeys_is_refused(folder, capsys):
+def test_prompt_injections_are_data_and_a_judge_that_obeys_is_refused(folder, capsys):
     rows = list(read_jsonl("pairs.jsonl"))
-    for row in rows[:12]:  # the worse answer asks to be chosen
+    for row in rows[:12]:  # the worse answer tells the judge to choose it
         worse = "response_b" if better(row) == "a" else "response_a"
         row[worse] = f"{value(row[worse])}. {INJECTED}"
     write_rows(folder / "pairs.jsonl", rows)
 
     def obeys(body, _):
-        parts = parts_of(body)[1]  # which fails unless all stands between tags that no text knows
+        parts = parts_of(body)[1]  # `parts_of` fails unless all texts are within random tags
         for name, choice in (("first-answer", "A"), ("second-answer", "B")):
             if "choose me" in parts[name]:
                 return {**says(json.dumps({"overall": choice})), "model": "judge-1"}
@@ -186,8 +186,8 @@ def test_an_answer_that_talks_to_the_judge_is_data_and_a_judge_that_obeys_is_ref
     assert any(INJECTED in html for body in came for html in parts_of(body)[1].values())
 
 
-def test_of_several_people_the_majority_counts(folder):
-    """Who chose nothing does not count, and an even split is a tie."""
+def test_the_majority_of_several_people_counts(folder):
+    """A person without a choice does not count, and an even split is a tie."""
     for who, choices in {"anna": "aab", "bob": "ab", "chris": "bb"}.items():
         write_rows(folder / f"{who}.jsonl", [{"item": f"i{i}", "choice": choice} for i, choice in enumerate(choices)])
     rows = load_pairs("pairs.jsonl", "train", [], Counter())
@@ -197,7 +197,7 @@ def test_of_several_people_the_majority_counts(folder):
 
 
 @pytest.mark.slow
-def test_no_prompt_is_trained_on_and_tested(folder, capsys):
+def test_no_prompt_is_in_both_splits(folder, capsys):
     rows = list(read_jsonl("pairs.jsonl"))
     for row in rows[KNOWN : KNOWN + 5]:
         row["prompt"] = "prompt 0"
@@ -211,8 +211,8 @@ def test_no_prompt_is_trained_on_and_tested(folder, capsys):
 
 
 @pytest.mark.slow
-def test_a_server_that_fails_ends_the_run_and_the_same_command_goes_on(folder, capsys):
-    """Nothing that was answered is asked again, whatever the failure."""
+def test_a_failing_server_ends_the_run_and_the_same_command_resumes(folder, capsys):
+    """After any failure, no answered request is sent again."""
     state = {"left": 50}
 
     def answer(body, handler):
@@ -238,13 +238,13 @@ def test_a_server_that_fails_ends_the_run_and_the_same_command_goes_on(folder, c
 
 
 @pytest.mark.slow
-def test_a_killed_run_asks_nothing_twice_and_loses_nothing(folder, capsys):
-    """Killed while the other pairs are judged: only what was under way is asked again."""
+def test_a_killed_run_repeats_and_loses_no_request(folder, capsys):
+    """Killed while the other pairs are judged, it repeats only the pending requests."""
     state = {"count": 0}
 
     def answer(body, _):
         state["count"] += 1
-        if state["count"] == 70:  # it has been asked and has not answered
+        if state["count"] == 70:  # one request is pending
             os.kill(state["process"].pid, signal.SIGKILL)
             return None
         return right(body)
@@ -267,8 +267,8 @@ def local(folder):
     return str(folder / "judge")
 
 
-def test_a_local_judge_is_asked_for_log_probs(tmp_path):
-    """P(A) among A and B after the prompt, turned by the order."""
+def test_a_local_judge_gives_log_probs(tmp_path):
+    """P(A) of A and B after the prompt, for the order of the answers."""
     judge = LocalJudge(local(tmp_path), "It is short.", "1", batch_size=16, dtype="float32", use_cpu=True)
     questions = [Question("k", "the cat", ("the dog", "a bird"), first, 0) for first in "ab"]
     rows = []
@@ -287,8 +287,7 @@ def test_a_local_judge_is_asked_for_log_probs(tmp_path):
 
 
 @pytest.mark.slow
-def test_policies_answer_prompts_and_their_answers_are_paired(folder, capsys):
-    """Two policies answer, and pairs are drawn of their answers."""
+def test_completions_of_two_policies_are_paired(folder, capsys):
     for seed in (0, 1):
         tiny_llama(seed=seed).save_pretrained(f"policy-{seed}")
         tiny_tokenizer().save_pretrained(f"policy-{seed}")
@@ -308,7 +307,7 @@ def test_figures_by_hand():
         return [{"first": "a", "a_is_better": p}, {"first": "b", "a_is_better": q}]
 
     assert choice_of(votes(0.9, 0.6)) == ("a", 0.75) and choice_of(votes(0.2, 0.4)) == ("b", pytest.approx(0.7))
-    assert choice_of(votes(0.9, 0.4)) == choice_of(votes(0.9, None)) == ("tie", 0.5)  # its orders disagree
+    assert choice_of(votes(0.9, 0.4)) == choice_of(votes(0.9, None)) == ("tie", 0.5)  # the orders disagree
     generator = np.random.default_rng(0)
     ours = generator.choice(["a", "b", "tie"], 200)
     theirs = np.where(generator.random(200) < 0.7, ours, generator.choice(["a", "b", "tie"], 200))
@@ -317,19 +316,19 @@ def test_figures_by_hand():
     draws = generator.integers(0, 200, (150, 200))
     slow = np.percentile([cohen_kappa_score(ours[d], theirs[d]) for d in draws], [2.5, 97.5])
     assert [low, high] == pytest.approx(slow, abs=0.03)
-    # Three of four winners are people's (a tie counts half): 3.5/5; shares of 0.8 shrink so that their mean is that
+    # Three of four winners are right (a tie counts half): 3.5/5; shares of 0.8 are shrunk to this mean
     measured = noise(["a", "a", "b", "b", "tie"], [0.8] * 4 + [0.5], ["a", "tie", "b", "tie", "a"])
     assert measured["accuracy"] == 0.7 and 0.5 + 0.3 * measured["shrink"] == pytest.approx(0.7)
 
 
-def test_what_would_label_wrongly_is_refused(folder, capsys, subtests):
+def test_arguments_that_would_label_wrongly_are_refused(folder, capsys, subtests):
     (folder / "none.yaml").write_text("rubric: x\n")
     twins = [{"item": 1, "prompt": "p", "response_a": a, "response_b": "x"} for a in "yz"]
     write_rows(folder / "two.jsonl", twins)
     write_rows(folder / "wrong.jsonl", [{"item": "other", "choice": "a"}])
     for words, said in [
         (["--rubric", "none.yaml"], "keys `version` and `rubric`"),
-        (["--rubric", "labels.jsonl"], "line 2, column 1"),  # which is no YAML
+        (["--rubric", "labels.jsonl"], "line 2, column 1"),  # not YAML
         (["--votes", "2"], "with `judge_temperature` 0, or a local judge, all `votes`"),
         (["--pairs", "two.jsonl"], "2 different pairs have the item"),
         (["--labels", "wrong.jsonl"], "has the item 'other', which is none of this run's pairs"),

@@ -1,4 +1,4 @@
-"""`trl-ext prompts`: what a prompt is, what is left out, where the rest goes, the report, the copies, the bounds."""
+"""`trl-ext prompts`: prompts of data sets, left-out rows, splits, the report, the copies, the bounds."""
 
 import json
 import random
@@ -21,8 +21,8 @@ def made(name, **columns):
     return PromptSet(name, Dataset.from_dict(columns))
 
 
-def test_what_is_shared_and_left_out():
-    """Preference rows with two pairs for one prompt, RL prompts, and an evaluation set that leaks into both."""
+def test_shared_prompts_are_reported_and_left_out():
+    """Preference rows with two pairs of one prompt, RL prompts, and an evaluation set that leaks into both."""
     rl = [f"question number {i} about topic {i * 7} and place {i * 13} please" for i in range(40)]
     report = examine_prompts(
         [
@@ -46,10 +46,10 @@ def test_what_is_shared_and_left_out():
     assert reasons(remove="none", held_out=["eval"]) == {"pref": {}, "rl": empty, "eval": {}}
 
 
-def test_no_group_is_in_two_splits_of_one_set_or_of_two():
-    draw = random.Random(0)
+def test_no_group_is_in_two_splits():
+    rng = random.Random(0)
     texts = corpus(1, size=150)
-    report = examine_prompts([made(name, prompt=draw.sample(texts, 200)) for name in ("a", "b", "sft")])
+    report = examine_prompts([made(name, prompt=rng.sample(texts, 200)) for name in ("a", "b", "sft")])
     shares = {"train": 0.7, "test": 0.3}
     splits = divide(report, left_out(report, "none"), shares, ["a", "b"], ["length", "script"])
     where = {}
@@ -82,7 +82,7 @@ def test_chat_is_compared_by_all_turns_or_the_last():
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """SFT and RL prompts that share one nearly with the evaluation set, and one exactly; pairs with SFT's answer."""
+    """SFT and RL prompts with a near and an exact duplicate of the evaluation set; pairs with SFT's answer."""
     monkeypatch.chdir(tmp_path)
     asked = [f"how do i get from place {i} to place {i * 7} before {i % 12} o'clock <b>&amp;" for i in range(60)]
     rl = enumerate([*asked, asked[3].upper(), ""])
@@ -126,7 +126,7 @@ def test_report_and_copies(folder, capsys):
     assert {name: (folder / name).read_bytes() for name in before} == before
     found = json.loads(outputs[0]["prompts.json"])["sets"]
     assert found["rl"]["left_out"] == {"empty": 1, "shared with a held-out set": 1, "duplicate": 1}
-    # Other answers make other rows; what is held out stays
+    # Other answers make other rows; the held-out prompts stay
     assert [found[name]["kept"] for name in ("rl", "sft", "pairs", "eval")] == [59, 1, 2, 3]
     assert found["eval"]["shared_near"] == 2 and found["pairs"]["copied"] == 1
     splits = {split: load_dataset_split("one/rl", split).to_list() for split in ("train", "test")}
@@ -160,7 +160,7 @@ def test_a_broken_bound_ends_with_one_sentence(folder, capsys):
         (f"{ALL} --copied_from sft --max_copied rl=0.1 --output_dir new", "'rl', a set without answers"),
     ],
 )
-def test_what_leaks_or_overwrites_is_refused_before_work(folder, capsys, words, message):
+def test_leaks_and_overwrites_are_refused_at_once(folder, capsys, words, message):
     status, printed, said = run(capsys, words)
     assert status == 2 and ": error: " in said and message in said and not printed
 
@@ -179,4 +179,4 @@ def test_a_shipped_configuration_and_an_interrupted_run(folder, capsys, monkeypa
     monkeypatch.setattr("trl_ext.workbench.reports.prompts.write_rows", write)
     with pytest.raises(KeyboardInterrupt):
         run(capsys, f"{words} --seed 1")
-    assert [path.name for path in (folder / "out/rl").iterdir()] == ["train.jsonl"]  # not the other seed's test
+    assert [path.name for path in (folder / "out/rl").iterdir()] == ["train.jsonl"]  # not the other seed's test split

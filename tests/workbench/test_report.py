@@ -1,4 +1,4 @@
-"""The page of a run, and of several: what is in it, and that nothing of it comes from elsewhere."""
+"""The page of one run and of several: its content, and that it loads nothing from elsewhere."""
 
 import html
 import html.parser
@@ -20,7 +20,7 @@ LOGS = [
     {"step": step, "loss": 1 / step, "objective/kl": 0.5 * step, "objective/scores": step, "objective/scores_std": 1.0}
     for step in range(1, 10)
 ]
-BRIEF = [{"step": 1, "loss": 1.0}]  # which has one chart
+BRIEF = [{"step": 1, "loss": 1.0}]  # it has one chart
 ALERT = {
     "monitor": "KLBudgetCallback",
     "what": "the KL is over its <budget>",
@@ -41,7 +41,7 @@ def write_lines(path, rows):
 
 
 def write_run(folder, logs, config_class="PPOConfig", config=(), alerts=(), samples=(), monitors=None):
-    """What JSONLCallback, the monitors and SamplesCallback write of a run that ended."""
+    """Write the files of JSONLCallback, monitors and SamplesCallback for a run that ended."""
     begin = {"type": "begin", "step": 0, "run": folder.name, "config": dict(config), "config_class": config_class}
     rows = [{"type": "train", "step": log["step"], "logs": log} for log in logs]
     end = {"type": "end", "step": len(logs), "logs": {}} | ({} if monitors is None else {"monitors": monitors})
@@ -60,7 +60,7 @@ def alert(monitor, action, step):
 
 
 class Page(html.parser.HTMLParser):
-    """Open tags, what they refer to, and the text."""
+    """A page's open tags, references and text."""
 
     def __init__(self, text):
         super().__init__()
@@ -81,7 +81,7 @@ class Page(html.parser.HTMLParser):
 
     @property
     def stands_alone(self):
-        """Whether each reference is to an id in the page, and no id is there twice."""
+        """Whether each reference is to an id in the page, and no id occurs twice."""
         return {f"#{name}" for name in self.ids} >= {*self.references} and len(self.ids) == len({*self.ids})
 
 
@@ -106,18 +106,18 @@ def test_the_page_of_one_run(tmp_path):
     run = read_run(folder)
     text = page(run)
     parsed = Page(text)
-    assert "What the reward paid for" not in text  # nobody looked
+    assert "What the reward paid for" not in text  # without monitors
     assert said(text) == verdict(run) and next_step(run).replace("`", "") in parsed.text
     assert parsed.stands_alone and "@import" not in text and not re.search(r"url\((?!#)", text)
     for part in ("the KL is over its <budget>", "<i>answer</i> 9", "learning_rate", "<b>", "0.5 → 4.5"):
         assert part in parsed.text
     assert "script" not in parsed.tags and "prefers-color-scheme: dark" in text and "currentColor" in text
-    assert parsed.tags.count("i") == 0  # what the model wrote is text
+    assert parsed.tags.count("i") == 0  # completions are escaped
     assert charts(text) == ["scores", "KL to the reference, nats", "loss", "good: density of single scores"]
     places = [text.index(f">{phase} third<") for phase in ("first", "second", "last")]
     assert places == sorted(places)  # in the legend
-    assert '<td class="" data-name="what">the KL is over its &lt;budget&gt;</td>' in text  # on a narrow page, too
-    # An alert links to what to do, within the page
+    assert '<td class="" data-name="what">the KL is over its &lt;budget&gt;</td>' in text  # also on a narrow page
+    # An alert links to its advice in the page
     assert "#runbook-kl" in parsed.references and "Are completions better than in the first rollouts" in parsed.text
 
 
@@ -131,8 +131,8 @@ def test_the_page_of_a_run_without_our_callbacks(tmp_path):
         assert part in parsed.text
 
 
-def test_the_last_run_of_a_folder_is_shown_and_what_was_done_again_counts_once(tmp_path):
-    """The first run gave up at step 9. The second was killed at step 6, resumed from step 4, and is at step 7."""
+def test_the_last_run_is_shown_and_repeated_steps_count_once(tmp_path):
+    """The first run ended at step 9. The second was killed at step 6, resumed from step 4, and is at step 7."""
 
     def events(run, start, steps, begun, kl):
         config = {"model_init_kwargs": {"token": "secret"}, "run_name": run}
@@ -159,7 +159,7 @@ def test_the_last_run_of_a_folder_is_shown_and_what_was_done_again_counts_once(t
     write_lines(tmp_path / "completions.rank0.jsonl", [{**answer("p", c, s), "timestamp": at} for c, s, at in rows])
     (tmp_path / "checkpoint-9").mkdir()
     (tmp_path / "checkpoint-9" / "trainer_state.json").write_text(json.dumps({"log_history": LOGS}))
-    os.utime(tmp_path / "checkpoint-9" / "trainer_state.json", (109, 109))  # of the first run
+    os.utime(tmp_path / "checkpoint-9" / "trainer_state.json", (109, 109))  # the first run's
 
     run = read_run(tmp_path)
     assert [log["step"] for log in run.history] == [1, 2, 3, 4, 5, 6, 7] and run.last_step == 7
@@ -198,8 +198,8 @@ HOSTILE = [
 
 
 @pytest.mark.slow
-def test_names_and_texts_from_outside_spoil_nothing(tmp_path):
-    """Rewards, prompts, completions, alerts, settings and folders, on one page and on the page of several."""
+def test_names_and_texts_are_escaped(tmp_path):
+    """Those of rewards, prompts, completions, alerts, settings and folders, on both kinds of page."""
     logs = [{"step": step, "loss": 0.1} | {f"rewards/{text}/mean": step for text in HOSTILE} for step in (1, 2)]
     told = {
         "config": {"run_name": HOSTILE[2]},
@@ -213,15 +213,15 @@ def test_names_and_texts_from_outside_spoil_nothing(tmp_path):
         assert parsed.stands_alone and not [name for name in parsed.attributes if name.startswith("on")]
         assert not {"script", "img", "b-", "i"} & set(parsed.tags)
         assert parsed.tags.count("svg") == parsed.ends.count("svg") > 1
-        assert parsed.ends.count("html") == 1 and parsed.ends[-1] == "html"  # the page goes to its end
+        assert parsed.ends.count("html") == 1 and parsed.ends[-1] == "html"  # the page is complete
         assert "a_$\\frac{" in text and not re.search("[\0-\b\x0e-\x1f\x7f-\x9f]", text)
         for svg in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
             xml.etree.ElementTree.fromstring(svg)
 
 
 @pytest.mark.slow
-def test_an_episode_is_shown_turn_by_turn(tmp_path):
-    """Thought, text, call and answer, in order and escaped."""
+def test_an_episode_is_shown_by_turns(tmp_path):
+    """Thoughts, texts, calls and results, in order and escaped."""
     call = {"type": "function", "function": {"name": "look", "arguments": {"by": [1]}}}
     look = {"role": "assistant", "tool_calls": [call], "content": "I <b>look</b>.", "reasoning_content": "Where am I?"}
     wall = {"role": "tool", "name": "look", "content": "a <i>wall</i>\n" * 9}
@@ -237,7 +237,7 @@ def test_an_episode_is_shown_turn_by_turn(tmp_path):
 
 @pytest.fixture
 def two_runs(tmp_path):
-    """PPO with and without a KL penalty, in folders of one name."""
+    """PPO with and without a KL penalty, in folders with the same name."""
     config = {"learning_rate": 0.125, "kl_coef": 0.1, "output_dir": "a"}
     samples = [answer("both", "old <b>", 1), answer("both", "good <b>", 9), answer("only here", "x", 9)]
     first = write_run(tmp_path / "a" / "ppo", LOGS, config=config, samples=samples)
@@ -251,7 +251,7 @@ def two_runs(tmp_path):
 def test_several_runs_on_one_page(two_runs, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     main([str(folder) for folder in two_runs])
-    assert capsys.readouterr().out == "comparison.html\n"  # in the folder that both runs are in
+    assert capsys.readouterr().out == "comparison.html\n"  # in the parent folder of both runs
     text = (tmp_path / "comparison.html").read_text()
     parsed = Page(text)
     rows = [re.findall(r'data-name="([^"]*)">(.*?)</td>', row) for row in re.findall(r"<tr>(.*?)</tr>", text, re.S)]
@@ -269,7 +269,7 @@ def test_several_runs_on_one_page(two_runs, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_an_evaluation_of_the_runs_has_its_rows(two_runs, tmp_path):
+def test_an_evaluation_of_the_runs_is_shown(two_runs, tmp_path):
     of = {"rewards": {}, "kl": None, "length": None, "cut_off": 0.25, "distinct_3": None, "repeated": 0.0}
     of |= {"self_bleu": None, "win_rates": {"length": {"win_rate": 0.75, "interval": [0.5, 1.0]}}}
     policies = {"x": {**of, "policy": str(two_runs[1] / "checkpoint-5")}}
@@ -286,7 +286,7 @@ def test_an_evaluation_of_the_runs_has_its_rows(two_runs, tmp_path):
         write_report(two_runs[0], evaluation=tmp_path)
 
 
-def test_no_credential_of_a_monitor_is_shown_beside_another_run(tmp_path):
+def test_no_credential_of_a_monitor_is_shown(tmp_path):
     hook, log = ({"KLBudgetCallback": {"sinks": [sink]}} for sink in ("https://hooks.slack.com/services/T0/x", "log"))
     runs = [
         write_run(tmp_path / name, BRIEF, config={"beta": 1}, monitors=monitors)
@@ -308,31 +308,31 @@ def test_no_credential_of_a_monitor_is_shown_beside_another_run(tmp_path):
         ),
     ],
 )
-def test_a_page_begins_with_what_became_of_the_run_and_who_watched_it(monitors, alerts, watched, tmp_path):
+def test_a_page_begins_with_the_runs_end_and_its_monitors(monitors, alerts, watched, tmp_path):
     run = read_run(write_run(tmp_path / "run", LOGS, alerts=alerts, monitors=monitors))
     rose = "The score rose from 1 to 9 and the KL rose from 0.5 to 4.5 nats per completion"
     assert verdict(run) == f"{rose}; {watched}."
 
 
-def test_an_end_that_is_evaluated_twice_is_one_measurement(tmp_path):
+def test_a_last_step_that_is_evaluated_twice_is_one_measurement(tmp_path):
     logs = [{"step": 2, "loss": 0.7}] + [{"step": 2, "eval_loss": 0.5}] * 2
     text = page(read_run(write_run(tmp_path / "run", logs, "SFTConfig")))
     assert said(text) == "The held-out loss was 0.5 nats per token."
-    (drawn,) = re.findall(r'<svg role="img" aria-label="loss".*?</svg>', text, re.S)
-    assert drawn.count("-xtick_") == 1  # there is no step 1.95
-    assert "stroke-dasharray" in drawn  # the evaluation's line, and the training's comes first in the legend
-    assert drawn.rindex(">loss<") < drawn.index(">eval_loss<")
+    (chart,) = re.findall(r'<svg role="img" aria-label="loss".*?</svg>', text, re.S)
+    assert chart.count("-xtick_") == 1  # there is no step 1.95
+    assert "stroke-dasharray" in chart  # the evaluation's line; the training's is first in the legend
+    assert chart.rindex(">loss<") < chart.index(">eval_loss<")
 
 
 @pytest.mark.slow
-def test_the_page_of_a_reward_model_says_no_where_its_report_does(tmp_path):
+def test_the_page_of_a_reward_model_has_its_reports_verdict(tmp_path):
     folder = write_run(tmp_path / "reward", [{"step": 1, "accuracy": 0.9, "eval_accuracy": 0.6}], "RewardConfig")
     for passed, words in ((True, "passed"), (False, "did not pass")):
         verdict = {"passed": passed, "reasons": [] if passed else ["it likes <i>"]}
         report = {"accuracy": 0.6, "verdict": verdict, "trained_on": {"is_known": passed}}
         (folder / "reward_report.json").write_text(json.dumps(report))
         text = page(read_run(folder))
-        assert ("held-out accuracy, as saved" in text) is passed  # not where it may have been trained on
+        assert ("held-out accuracy, as saved" in text) is passed  # not on pairs that it may have been trained on
         assert said(text).endswith(f"; the saved model {words} its report.")
         assert ("Not passed: " in text and "<li>it likes &lt;i&gt;</li>" in text) is not passed
 
@@ -345,11 +345,11 @@ def test_the_page_of_a_reward_model_says_no_where_its_report_does(tmp_path):
         (float("nan"), float("nan"), "nan ± nan"),
     ],
 )
-def test_a_value_has_the_digits_that_its_error_leaves(value, error, shown):
+def test_a_value_has_as_many_digits_as_its_error_allows(value, error, shown):
     assert with_error(value, error) == shown
 
 
-def test_a_template_escapes_all_but_html_of_ours(tmp_path):
+def test_a_template_escapes_all_but_our_own_html(tmp_path):
     (tmp_path / "any.j2").write_text("{{ text }} {{ drawing }} {{ text | code }} {{ text | prose }}")
     shown = render(tmp_path / "any.j2", text="`a` <i>", drawing=Markup("<svg>"))
     assert shown == "`a` &lt;i&gt; <svg> <code>a</code> &lt;i&gt; <code>a</code> &lt;i&gt;"

@@ -1,4 +1,4 @@
-"""`trl-ext reward-report`: what it finds in rewards that are known, its bounds, and what counts as held out."""
+"""`trl-ext reward-report`: its findings in known rewards, its bounds, and what counts as held out."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from trl_ext.data import TrainedPairs
 from trl_ext.workbench import objections, report_trained, write_reward_report
 from trl_ext.workbench.reports.reward_report import RewardReportArguments, trained_pairs
 
-# Rewards that are known: what they read is known, so that what the report must find is, too
+# Rewards with a known rule, so that the report's findings are known
 REWARDS = """
 import math
 def good(completions, **kwargs):
@@ -30,7 +30,7 @@ def no_score(completions, **kwargs):
 
 def row(i, right=True, **more):
     good, bad = (f"{word} tea {i} . so it is ." for word in ("good", "bad"))
-    pair = (f"{good} oh .", bad) if i % 2 else (good, f"{bad} oh .")  # the longer one by turns
+    pair = (f"{good} oh .", bad) if i % 2 else (good, f"{bad} oh .")  # alternately the longer one
     chosen, rejected = pair if right else pair[::-1]
     return {"prompt": f"tea {i} ?", "chosen": chosen, "rejected": rejected, **more}
 
@@ -45,7 +45,7 @@ def write(path, rows):
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rewards.py").write_text(REWARDS)
-    # Of ten held-out pairs eight are right; topic b is always wrong
+    # Eight of ten held-out pairs are right; topic b is always wrong
     rows = [row(i, i % 10 < 8, topic="b" if i % 10 >= 8 else "a", annotators=["x", f"<i>{i % 2}"]) for i in range(60)]
     write(tmp_path / "pairs/test.jsonl", rows)
     train = [row(i, topic="a", annotators=["x"]) for i in range(100, 200)]
@@ -72,7 +72,7 @@ PLAIN = "--probe_rows 0"
 
 
 @pytest.mark.slow
-def test_a_known_reward_is_found_out(folder, capsys):
+def test_the_report_finds_the_rule_of_a_known_reward(folder, capsys):
     answer = {"prompt": "tea 1 ?", "completion": "good good good good magic word", "finished": True}
     write(folder / "answers.jsonl", [answer] * 5)
     before = {path: path.read_bytes() for path in folder.glob("pairs/*")}
@@ -91,7 +91,7 @@ def test_a_known_reward_is_found_out(folder, capsys):
     assert any("magic word" in reason for reason in report["verdict"]["reasons"])
     assert "magic word" in capsys.readouterr().err and "<i>0" not in page and "&lt;i&gt;0" in page
     assert before == {path: path.read_bytes() for path in folder.glob("pairs/*")}
-    # What goes to the hub tells neither texts nor values of columns
+    # The part for the hub has neither texts nor values of columns
     write_reward_report(folder / "hub", report, is_uploaded=True)
     told = (folder / "hub/reward_report.json").read_text()
     assert "tea 1" not in told and "<i>" not in told and not (folder / "hub/reward_report.html").exists()
@@ -102,13 +102,13 @@ def test_a_known_reward_is_found_out(folder, capsys):
     "words, reward, reasons",
     [
         ("", "good", []),
-        ("--max_calibration_error 0.01", "good", ["The calibration error 0.081 ("]),  # σ(2) = 0.881 sure, 0.8 right
-        ("--dataset_name few.jsonl --max_length_bias 1", "good", ["Not judged: the accuracy 0.650 ("]),  # or a coin's
+        ("--max_calibration_error 0.01", "good", ["The calibration error 0.081 ("]),  # σ(2) = 0.881, accuracy 0.8
+        ("--dataset_name few.jsonl --max_length_bias 1", "good", ["Not judged: the accuracy 0.650 ("]),  # or at random
         ("--min_accuracy 0", "long", ["The length bias 1.000 (1.000 to 1.000) is beyond the bound 0.2."]),
         ("", "broken", ["50 of 320 scores are not finite."]),
     ],
 )
-def test_a_bound_breaks_by_its_figure_or_cannot_be_judged(folder, words, reward, reasons):
+def test_a_bound_is_broken_by_its_figure_or_cannot_be_judged(folder, words, reward, reasons):
     write(folder / "few.jsonl", [row(i, i < 13) for i in range(20)])  # right in 13 of 20
     status, report = run(f"{PLAIN} {words}", reward)
     said = report["verdict"]["reasons"]
@@ -131,8 +131,8 @@ def test_rows_with_several_rejected_answers_are_pairs_and_best_of_n(folder):
 
 
 @pytest.mark.slow
-def test_probes_that_cannot_be_run_or_judged_break_their_bound(folder):
-    status, report = run(reward="no_score")  # what no probe has seen has passed none
+def test_probes_that_cannot_run_or_be_judged_break_their_bound(folder):
+    status, report = run(reward="no_score")  # a reward without a probe has passed none
     (reason,) = report["verdict"]["reasons"]
     assert status == 1 and report["accuracy"] == 0.8 and report["probes"] == []
     assert reason.startswith("The probes could not be run: the reward must return") and reason not in report["unknown"]
@@ -144,7 +144,7 @@ def test_probes_that_cannot_be_run_or_judged_break_their_bound(folder):
 @pytest.mark.parametrize(
     "words, message",
     [
-        ("rewards.py:good --dataset_name pairs --group_columns people", "people"),  # before hours of scoring
+        ("rewards.py:good --dataset_name pairs --group_columns people", "people"),  # before scoring, which takes hours
         ("rewards.py:good --dataset_name pairs --train_split test", "the reward was trained on all pairs (60)"),
     ],
 )
@@ -154,12 +154,12 @@ def test_wrong_input_is_one_line_and_status_2(folder, capsys, words, message):
     assert not [*folder.glob("*/reward_report.json")]
 
 
-# ---- Models, and what they were trained on ----
+# ---- Models and their training pairs ----
 
 
 @pytest.fixture
 def model(folder):
-    """The folder of a reward model, and pairs; it may have seen some of them."""
+    """The folder of a reward model, and pairs; it may have been trained on some of them."""
     for part in (tiny_tokenizer(), tiny_reward_model(tiny_llama())):
         part.save_pretrained(folder / "reward")
     pairs = [{"prompt": WORDS[i], "chosen": WORDS[i + j], "rejected": WORDS[0]} for i in range(1, 6) for j in (1, 2)]
@@ -173,7 +173,7 @@ def of_model(words="", **kwargs):
 
 
 def test_a_model_is_scored_as_it_was_trained_and_ppo_is_warned(model):
-    long = {"prompt": WORDS[0], "chosen": " ".join(WORDS * 9), "rejected": WORDS[1]}  # more than it can read
+    long = {"prompt": WORDS[0], "chosen": " ".join(WORDS * 9), "rejected": WORDS[1]}  # longer than its context
     (model.parent / "words.jsonl").write_text(json.dumps(long) + "\n" + (model.parent / "words.jsonl").read_text())
     (model / "reward_report.json").write_text('{"demonstrations_mean": 0.5, "accuracy": 9}')
     assert objections(["reward", "absent", len]) == []
@@ -185,7 +185,7 @@ def test_a_model_is_scored_as_it_was_trained_and_ppo_is_warned(model):
 
 
 @pytest.mark.slow
-def test_what_was_trained_on_is_never_held_out_and_no_report_is_lost(model):
+def test_training_pairs_are_never_held_out_and_no_report_is_lost(model):
     rows = [json.loads(line) for line in (model.parent / "words.jsonl").read_text().splitlines()]
     _, unknown = of_model()
     assert unknown["pairs"] == 10 and not unknown["trained_on"]["is_known"]
@@ -198,13 +198,13 @@ def test_what_was_trained_on_is_never_held_out_and_no_report_is_lost(model):
     assert found["pairs"] == 4 and found["scores"]["training chosen"]["answers"] == 6
     assert found["ranking"]["prompts"] == 4
     assert json.loads((model / "reward_report.1.json").read_text()) == unknown
-    write(model.parent / "rest.jsonl", rows[4:])  # named training pairs that were not trained on do not count as such
+    write(model.parent / "rest.jsonl", rows[4:])  # named training pairs that were not trained on do not count
     _, alone = of_model("--dataset_name rest.jsonl --train_name words.jsonl")
     assert alone["accuracy_interval"] == found["accuracy_interval"] and (model / "reward_report.2.json").is_file()
     write(model.parent / "seen.jsonl", rows[:6])
     assert of_model("--dataset_name seen.jsonl") == (2, alone)
 
-    # An ensemble has seen what any member has
+    # An ensemble was trained on the pairs of all members
     TrainedPairs.of(Dataset.from_list(rows[:1])).save(model.parent / "both/member-1")
     (model.parent / "both/member-0").symlink_to(model)
     members = [{"folder": f"member-{i}", "mean": 0, "std": 1} for i in range(2)]
@@ -216,9 +216,7 @@ def test_what_was_trained_on_is_never_held_out_and_no_report_is_lost(model):
 
 
 @pytest.mark.parametrize("is_sharded", [False, True])
-def test_a_trained_model_without_a_report_is_kept_but_no_process_goes_on_alone(
-    folder, capsys, monkeypatch, is_sharded
-):
+def test_a_trained_model_is_kept_if_its_report_fails(folder, capsys, monkeypatch, is_sharded):
     def examine(*args, **kwargs):
         raise RuntimeError("out of memory")
 

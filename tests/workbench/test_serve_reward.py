@@ -1,4 +1,4 @@
-"""`trl-ext serve-reward` over real sockets: batches of several clients, refusals, and its end."""
+"""`trl-ext serve-reward` over real sockets: batches of several clients, errors, and its end."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def serving(function, name="m", key=None, identity=None, **limits):
 
 
 def all_at_once(ask, count):
-    """Call `ask` with each number in a thread of its own."""
+    """Call `ask` with each number, each in its own thread."""
     threads = [threading.Thread(target=ask, args=(k,)) for k in range(count)]
     for thread in threads:
         thread.start()
@@ -54,8 +54,8 @@ def all_at_once(ask, count):
 
 
 @pytest.mark.slow
-def test_64_clients_are_answered_each_rightly_and_in_large_batches():
-    """Nothing is lost, nothing scored twice, each answer belongs to its question, and batches fill."""
+def test_64_clients_get_their_scores_in_large_batches():
+    """No row is lost or scored twice, each reply belongs to its request, and batches are full."""
     seen, wrong, sizes, requests = [], [], [], 10
 
     def scored(prompts, completions, **columns):
@@ -80,7 +80,7 @@ def test_64_clients_are_answered_each_rightly_and_in_large_batches():
 
 
 @pytest.mark.slow
-def test_one_clients_bad_row_and_kind_fail_nobody_else():
+def test_one_clients_bad_row_fails_no_other_client():
     def fragile(prompts, completions, **columns):
         assert len({type(prompt) for prompt in prompts}) == 1, "texts and messages in one call"
         if "bad" in completions:
@@ -118,7 +118,7 @@ ROWS = {"prompts": ["p"], "completions": ["c"]}
         (ROWS | {"finished": [True], "model": "m"}, 200, "scores"),
     ],
 )
-def test_what_is_not_scored_is_refused_in_one_sentence(small_server, body, status, said):
+def test_a_bad_request_is_refused_in_one_sentence(small_server, body, status, said):
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"authorization": "Bearer key", "content-type": "application/json"}
     answer = httpx2.post(small_server + "/score", content=content, headers=headers)
@@ -131,7 +131,7 @@ def small_server():
         yield url
 
 
-def test_who_has_no_token_or_is_a_page_in_a_browser_gets_nothing(small_server, monkeypatch):
+def test_requests_without_a_token_or_from_a_browser_are_refused(small_server, monkeypatch):
     for headers in ({}, {"authorization": "Bearer kez"}, {"authorization": "key"}, {"authorization": "Bearer kéy"}):
         headers = {name: value.encode() for name, value in headers.items()}
         for answer in (
@@ -148,7 +148,7 @@ def test_who_has_no_token_or_is_a_page_in_a_browser_gets_nothing(small_server, m
     assert RemoteReward(small_server, api_key_env="SCORES_KEY")(["p"], ["c"]) == by_text(["p"], ["c"])
 
 
-def test_a_full_queue_says_come_again_and_what_nobody_waits_for_any_more_is_not_scored():
+def test_a_full_queue_refuses_and_abandoned_requests_are_not_scored():
     seen, may_go_on = [], threading.Event()
 
     def slow(prompts, completions, **columns):
@@ -174,7 +174,7 @@ def test_a_full_queue_says_come_again_and_what_nobody_waits_for_any_more_is_not_
 
 
 @pytest.mark.slow
-def test_scores_of_a_model_are_those_that_it_has_here(tmp_path):
+def test_a_served_model_has_its_local_scores(tmp_path):
     tiny_reward_model(tiny_llama()).save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
     asked = [row["prompt"] + " " for row in prompts(12)]
@@ -190,8 +190,8 @@ def test_scores_of_a_model_are_those_that_it_has_here(tmp_path):
             assert remote(*given, finished=ended) == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_server_says_which_weights_it_has_whatever_its_folder_is_called(tmp_path):
-    """`reward` is the name of every folder that is trained into one, and of the next weights in it."""
+def test_a_server_reports_the_identity_of_its_weights(tmp_path):
+    """Folders have the same name, `reward`, and get new weights under it."""
     seen = []
     for seed, folder in enumerate(("one/reward", "two/reward", "one/reward")):
         tiny_reward_model(tiny_llama(), seed=seed).save_pretrained(tmp_path / folder)
@@ -202,7 +202,7 @@ def test_a_server_says_which_weights_it_has_whatever_its_folder_is_called(tmp_pa
 
 
 @pytest.mark.slow
-def test_the_command_answers_what_is_under_way_before_it_ends(tmp_path):
+def test_the_command_answers_pending_requests_before_it_ends(tmp_path):
     (tmp_path / "mine.py").write_text(
         "import time\ndef slow(completions, **columns):\n    print('begun', flush=True)\n    time.sleep(1.5)\n"
         "    return [1.0] * len(completions)\n"
@@ -222,7 +222,7 @@ def test_the_command_answers_what_is_under_way_before_it_ends(tmp_path):
     assert process.wait(20) in (0, -signal.SIGTERM)
 
 
-def test_nobody_is_let_in_by_mistake(capsys):
+def test_unsafe_settings_are_refused(capsys):
     with pytest.raises(SystemExit, match="2"):
         serve_reward.main(["mine.py:one", "--host", "0.0.0.0"])
     assert "--host 0.0.0.0 lets other machines connect" in capsys.readouterr().err

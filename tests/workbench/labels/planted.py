@@ -1,8 +1,8 @@
-"""Labels of planted annotators: it is known how each of them labels, and which answer is better.
+"""Labels of simulated annotators, with the behaviour of each and the better answer of each pair.
 
-Twenty people label pairs of answers; one answer of each pair is better. Most people are right in around 80 %. Of each
-other kind there are one or two: some toss a coin, some are lazy and always take the answer that is shown first, some
-are wrong as often as the others are right. Three people label each pair, each in a random order.
+Twenty people label pairs of answers; one answer of each pair is better. Most people are right in about 80 %. One or
+two are of each other kind: some choose at random, some are lazy and always choose the answer that is shown first,
+some are wrong as often as the others are right. Three people label each pair, each in a random order.
 """
 
 import numpy as np
@@ -13,13 +13,13 @@ KINDS = ("good", "random", "lazy", "adversarial")
 
 
 def planted(labels_each, seed, accuracy=0.8, people=20, off=1, per_item=3):
-    """A long table, what kind each annotator is, and which answer is better in each item: 0 is `x`, 1 is `y`."""
+    """A long table, each annotator's kind, and the better answer of each item: 0 is `x`, 1 is `y`."""
     generator = np.random.default_rng(seed)
     kinds = np.array([kind for kind in KINDS[1:] for _ in range(off)] + ["good"] * (people - 3 * off))
     right = np.clip(generator.normal(accuracy, 0.04, people), 0.5, 0.99)
     right = np.select([kinds == "random", kinds == "adversarial"], [0.5, 1 - right], right)
     items = people * labels_each // per_item
-    # Each item to three people who differ: of as many decks, each shuffled, one after the other
+    # Each item goes to three different people, by dealing shuffled decks one after the other
     decks = np.argsort(generator.random((-(-items * per_item // people), people)), axis=1)
     who = decks.reshape(-1)[: items * per_item]
     item = np.arange(items * per_item) // per_item

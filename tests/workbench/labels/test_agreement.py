@@ -1,4 +1,4 @@
-"""Labels of several annotators: what is read, how far they agree, and the pairs that come of it."""
+"""Labels of several annotators: reading them, their agreement, and the pairs that are made from them."""
 
 import itertools
 import math
@@ -44,7 +44,7 @@ def long(rows):
     return Dataset.from_list(each)
 
 
-def test_a_long_table_in_any_order_says_what_the_wide_one_says(monkeypatch):
+def test_a_long_table_in_any_order_equals_the_wide_one(monkeypatch):
     monkeypatch.setattr(labels, "_ROWS", 3)  # read in parts
     rows = [(i, who, {"t": "tie"}.get(c, c)) for who, given in CHOICES.items() for i, c in enumerate(given)]
     table = long([rows[i] for i in np.random.default_rng(0).permutation(len(rows))])
@@ -86,7 +86,7 @@ def test_agreement_by_hand():
     assert people["z"]["agreement"] == 0 and people["x"]["shown_first"] == pytest.approx(2 / 3)
 
 
-def test_lean_is_against_those_who_saw_the_other_order():
+def test_position_bias_is_measured_against_the_other_order():
     rows = [("x", "a0", "b0", "a"), ("y", "b0", "a0", "a"), ("z", "b0", "a0", "b"), ("t", "a0", "b0", "tie")]
     each = [dict(zip(("annotator", "response_a", "response_b", "choice"), row, strict=True)) for row in rows]
     report = agreement_report(read_labels(Dataset.from_list([row | {"prompt": "p"} for row in each])))
@@ -95,7 +95,7 @@ def test_lean_is_against_those_who_saw_the_other_order():
     assert leans == pytest.approx({"x": 1 / 2, "y": 1, "z": -1 / 2, "t": None})
 
 
-def test_planted_annotators_are_found_and_good_ones_are_not():
+def test_bad_annotators_are_found_and_good_ones_are_not():
     table, kinds, _ = planted(200, seed=1)
     read = read_labels(table)
     z = dict(zip(read.annotators, zscores(read), strict=True))
@@ -116,17 +116,17 @@ def test_pairs_by_hand():
     assert [pair["confidence"] for pair in made] == pytest.approx([1, 2 / 3, 1])
     assert [pair["weight"] for pair in made] == pytest.approx([9 / 7, 3 / 7, 9 / 7])  # 1, ⅓, 1 over their mean
     assert [pair["votes"] for pair in made] == [3, 3, 3] and made[1]["annotators"] == ["x", "y", "z"]
-    assert [*left_out.values()] == [1, 1, 1]  # abt, att, b; the item with one text twice is none
+    assert [*left_out.values()] == [1, 1, 1]  # abt, att, b; the item with one text twice does not count
 
 
-def test_what_is_said_twice_counts_once_and_contradictions_do_not_count():
+def test_repeated_labels_count_once_and_contradictions_do_not_count():
     rows = [(0, "x", "a"), (0, "x", "a"), (1, "x", "a"), (1, "x", "b"), (1, "y", "b"), (0, "y", "a"), (0, " ", "a")]
     read = read_labels(long([*rows, (1, "z", None)]))
     assert (len(read), read.repeats, read.contradictions, read.missing) == (3, 2, 1, 2)
     assert read.counts().tolist() == [[2, 0, 0], [0, 1, 0]]
 
 
-def test_a_choice_that_means_nothing_is_refused():
+def test_an_unknown_choice_is_refused():
     with pytest.raises(ValueError, match="the column 'choice' holds 'b' in row 1, not one of 1, 2"):
         read_labels(long([(0, "x", "1"), (1, "x", "b")]), Columns(values=("1", "2")))
     with pytest.raises(ValueError, match=f"the column '{WIDE.annotators[0]}' holds"):
@@ -136,23 +136,23 @@ def test_a_choice_that_means_nothing_is_refused():
 # ---- Rankings ----
 
 
-def test_rankings_say_what_each_of_their_pairs_says(monkeypatch):
-    """Ranks of an answer a row, 1 the best; some are equal, and some answers are not ranked."""
+def test_a_ranking_equals_its_pairs(monkeypatch):
+    """Each row is an answer's rank, 1 is the best; some ranks are equal, and some answers have none."""
     monkeypatch.setattr(labels, "_ROWS", 7)
-    draw, votes = np.random.default_rng(0), {}
+    rng, votes = np.random.default_rng(0), {}
     rows = [
-        {"prompt": f"p{p}", "answer": f"a{a} of {p}", "annotator": who, "rank": a + int(draw.integers(1, 4))}
+        {"prompt": f"p{p}", "answer": f"a{a} of {p}", "annotator": who, "rank": a + int(rng.integers(1, 4))}
         for p in range(12)
         for who in CHOICES
         for a in range(4)
-        if draw.random() < 0.8
+        if rng.random() < 0.8
     ]
     for _, ranked in itertools.groupby(rows, lambda row: (row["prompt"], row["annotator"])):
         for a, b in itertools.combinations(ranked, 2):
             winner = "tie" if a["rank"] == b["rank"] else min(a, b, key=lambda row: row["rank"])["answer"]
             votes.setdefault(frozenset([a["answer"], b["answer"]]), []).append(winner)
     assert "tie" in itertools.chain(*votes.values())
-    table = Dataset.from_list([rows[i] for i in draw.permutation(len(rows))])
+    table = Dataset.from_list([rows[i] for i in rng.permutation(len(rows))])
     columns = Columns(responses=("answer",), scores=("rank",), lowest_wins=True)
     read = read_labels(table, columns)
     report = agreement_report(read)
@@ -167,8 +167,8 @@ def test_rankings_say_what_each_of_their_pairs_says(monkeypatch):
     )
 
 
-def test_labels_of_one_prompt_are_no_more_sure_for_being_many():
-    """The same labels three times over, as pairs of the same prompts, change no interval and no z-score."""
+def test_repeated_labels_of_a_prompt_do_not_narrow_an_interval():
+    """The same labels three times, as pairs of the same prompts, change no interval and no z-score."""
     table, _, _ = planted(20, seed=6)
     again = [
         table.map(lambda row, n=n: {f"response_{c}": row[f"response_{c}"] + n for c in "ab"}) for n in ("", " 2", " 3")
@@ -185,9 +185,9 @@ def test_labels_of_one_prompt_are_no_more_sure_for_being_many():
 
 
 def test_scores_and_reliabilities_are_the_mode_of_the_papers_posterior():
-    draw = np.random.default_rng(0)
-    answers = np.array([draw.permutation(5)[:2] for _ in range(40)])
-    wins, who = draw.integers(0, 3, 40) / 2, draw.integers(0, 3, 40)
+    rng = np.random.default_rng(0)
+    answers = np.array([rng.permutation(5)[:2] for _ in range(40)])
+    wins, who = rng.integers(0, 3, 40) / 2, rng.integers(0, 3, 40)
     scores, eta = noisy_bradley_terry(answers, wins, who, 5)
 
     def loss(scores, eta):

@@ -1,4 +1,4 @@
-"""`trl-ext annotators`: the report, the pairs, and what is refused in one line."""
+"""`trl-ext annotators`: the report, the pairs, and one-line errors."""
 
 import json
 import re
@@ -23,7 +23,7 @@ def table(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def reported(table):
-    """The folder of a run that held out a fifth of the annotators."""
+    """The folder of a run with a fifth of the annotators held out."""
     before = table.read_bytes()
     assert run(table, "--keep_columns", "item", output=table.parent / "out") == 0
     assert table.read_bytes() == before
@@ -46,12 +46,12 @@ def test_report_and_pairs(reported):
     page = (reported / "annotators.html").read_text()
     assert "annotator 2" in report["left_out_annotators"] and "annotator 2, left out" in page
     assert report["without_left_out"]["alpha"] > report["alpha"] and f"{report['alpha']:.3f}" in page
-    assert "Choose the answer shown first more often" in page and "annotator 1 (+" in page  # who is lazy
+    assert "Choose the answer shown first more often" in page and "annotator 1 (+" in page  # the lazy ones
     matrix = page[page.index('class="matrix"') : page.index("Hover for")]
-    for row in (row for row in report["kappas"] if row["kappa"] is not None):  # in the matrix both ways round
+    for row in (row for row in report["kappas"] if row["kappa"] is not None):  # twice in the matrix
         shown = rf'title="{{}}, {{}}: {row["items"]} shared"[^>]*>{row["kappa"]:.2f}<'
         assert all(re.search(shown.format(*pair), matrix) for pair in permutations(row["annotators"]))
-    assert re.findall('scope="row">([^<]*)<', matrix)[-1] == "annotator 2"  # who is adversarial agrees least
+    assert re.findall('scope="row">([^<]*)<', matrix)[-1] == "annotator 2"  # the adversarial ones agree least
 
     splits = {name: load_dataset_split(reported / "pairs", name) for name in ("train", "test")}
     people = {name: {who for row in rows["annotators"] for who in row} for name, rows in splits.items()}
@@ -64,7 +64,7 @@ def test_report_and_pairs(reported):
         assert sum(rows["weight"]) / len(rows) == pytest.approx(1)
 
 
-def test_no_pair_is_an_error_with_a_report(tmp_path, capsys):
+def test_without_a_pair_there_is_an_error_and_a_report(tmp_path, capsys):
     rows = [ROW | {"prompt": f"<b>p{i}", "annotator": f"<i>{w}", "choice": "tie"} for i in range(30) for w in "xyz"]
     write_rows(tmp_path / "ties.jsonl", rows)
     assert "no pair is left to train on" in refusal(capsys, tmp_path / "ties.jsonl")
@@ -72,7 +72,7 @@ def test_no_pair_is_an_error_with_a_report(tmp_path, capsys):
     assert "α is not defined" in page and "<i>x" not in page and "&lt;i&gt;x" in page
 
 
-def test_what_would_train_wrongly_or_overwrite_the_table_is_refused(table, capsys):
+def test_arguments_that_would_train_wrongly_or_overwrite_are_refused(table, capsys):
     for words, message in (
         (["--choice_values", "1", "2"], "in row 0, not one of 1, 2"),
         (["--keep_columns", "weight"], "`keep_columns` names 'weight', but pairs"),
@@ -95,8 +95,8 @@ def test_a_shipped_configuration_for_rankings(tmp_path):
     assert all(ranks[p["prompt"], p["chosen"]] < ranks[p["prompt"], p["rejected"]] for p in pairs)
 
 
-def test_an_interrupted_run_leaves_no_test_of_another_one(reported, table, monkeypatch):
-    """People whom the new file trains on would be in the old test."""
+def test_an_interrupted_run_leaves_no_old_test_split(reported, table, monkeypatch):
+    """The old test split would have people of the new training split."""
 
     def write(path, rows):
         if path.stem == "test":

@@ -1,4 +1,4 @@
-"""Which answers are to be labelled, what labelling tools get of them, and what is read of what comes back."""
+"""The queue of answers to label, its export to labelling tools, and the import of labels."""
 
 import json
 import random
@@ -19,12 +19,10 @@ SHARES = {"score": 0.4, "disagreement": 0.3, "random": 0.3}
 
 
 def answers(seed=0, prompts=40, each=3):
-    """(prompt, answer, score, disagreement); scores are coarse, so that many are equal."""
-    draw = random.Random(seed)
+    """Rows (prompt, answer, score, disagreement); scores are coarse, so that many are equal."""
+    rng = random.Random(seed)
     return [
-        (f"prompt {p}", f"answer {i}", draw.randrange(8) / 4, draw.random())
-        for p in range(prompts)
-        for i in range(each)
+        (f"prompt {p}", f"answer {i}", rng.randrange(8) / 4, rng.random()) for p in range(prompts) for i in range(each)
     ]
 
 
@@ -34,13 +32,13 @@ def chosen(rows, seed=0):
     return [(*rows[row], why) for row, why in found.items()]
 
 
-def test_each_part_of_the_queue_is_what_it_says():
+def test_each_part_of_the_queue_has_the_right_answers():
     rows = answers()
     queue = chosen(rows)
     assert Counter(why for *_, why in queue) == {"score": 8, "disagreement": 6, "random": 6}
-    assert len({prompt for prompt, *_ in queue}) == 20  # so no answer is there twice
+    assert len({prompt for prompt, *_ in queue}) == 20  # so no answer occurs twice
     reasons = [why for *_, why in queue]
-    assert reasons != sorted(reasons, key=list(SHARES).index)  # who labels cannot tell by the place
+    assert reasons != sorted(reasons, key=list(SHARES).index)  # the order shows nothing to annotators
 
     def left(*reasons):
         taken = {prompt for prompt, *_, why in queue if why in reasons}
@@ -55,7 +53,7 @@ def test_each_part_of_the_queue_is_what_it_says():
         assert sorted((row[place] for row in queue if row[-1] == why), reverse=True) == values
 
 
-def test_the_choice_depends_on_the_seed_and_not_on_the_order_of_rows():
+def test_the_queue_depends_on_the_seed_and_not_on_the_order_of_rows():
     rows = answers()
     shuffled = random.Random(1).sample(rows, len(rows))
     assert chosen(rows) == chosen(shuffled) == chosen(rows + rows)
@@ -72,7 +70,7 @@ QUEUE = [{"item": f"i{i}", **row, "round": 2, "picked": "a", "score_a": 1.0} for
 SHOWN = {"prompt": "system: be kind\n\nuser: hi", "response_a": "x", "response_b": "y"}  # of the second row
 
 
-def test_labelling_tools_get_what_fits_their_interface_and_nothing_of_scores():
+def test_exports_fit_the_tools_and_have_no_scores():
     tasks = label_studio_tasks(QUEUE)
     assert tasks == [{"data": {"item": "i1", **TEXTS}}, {"data": {"item": "i2", **SHOWN}}]
     assert argilla_records(QUEUE) == [{"id": "i1", **TEXTS, "round": 2}, {"id": "i2", **SHOWN, "round": 2}]
@@ -85,7 +83,7 @@ def test_labelling_tools_get_what_fits_their_interface_and_nothing_of_scores():
 
 
 def studio(task, *labels):
-    """A task as Label Studio exports it: labels are (annotator, what was chosen), None for skipped."""
+    """A task as Label Studio exports it; labels are (annotator, choice), None for skipped."""
     return {
         "id": 1,
         **task,
@@ -94,7 +92,7 @@ def studio(task, *labels):
                 "id": 7,
                 "completed_by": who,
                 "was_cancelled": said is None,
-                # What was chosen before it was skipped may be there
+                # A skipped task may have an earlier choice
                 "result": [{"from_name": "choice", "type": "choices", "value": {"choices": [said or "a"]}}],
             }
             for who, said in labels
@@ -121,7 +119,7 @@ def exports():
     own = [{"item": item, "annotator": who, "choice": said} for item, who, said in LABELS]
     comma = "item,annotator,choice\n" + "".join(f" {item},{who} ,{said or ' '}\n" for item, who, said in LABELS)
     return {
-        # A line separator within a text ends no line
+        # A line separator within a text does not end a line
         "own.jsonl": "\n".join(json.dumps({**row, "note": "\u2028"}, ensure_ascii=False) for row in own) + "\n\n",
         "own.csv": "\ufeff" + comma,
         "studio.json": json.dumps(
@@ -132,7 +130,7 @@ def exports():
 
 
 @pytest.mark.parametrize("name", exports())
-def test_every_form_of_the_same_labels_says_the_same(tmp_path, name):
+def test_all_formats_of_the_same_labels_are_read_the_same(tmp_path, name):
     (tmp_path / name).write_text(exports()[name], encoding="utf-8")
     found = [(row["item"], row["annotator"], row["choice"]) for row in read_choices(tmp_path / name)]
     assert found == LABELS

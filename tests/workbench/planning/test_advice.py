@@ -1,4 +1,4 @@
-"""The rules are the table of docs/advise.md, and better numbers never send from training back to labelling."""
+"""The rules are those of the table in docs/advise.md, and better numbers never lead back to labelling."""
 
 import re
 from pathlib import Path
@@ -31,12 +31,12 @@ def decided(known):
     derandomize=True, deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow], database=None
 )
 @given(st.fixed_dictionaries(KNOWN), st.sampled_from(["agreement", "accuracy_low", "pairs", "accuracy"]))
-def test_a_better_number_never_sends_back_to_labelling(known, name):
+def test_a_better_number_never_leads_back_to_labelling(known, name):
     if decided(known) != "label more":
         assert decided({**known, name: 10_000 if name == "pairs" else 1.0}) != "label more"
 
 
-def test_it_prints_what_holds_the_deciding_row_first(capsys):
+def test_rows_that_hold_are_printed_the_deciding_one_first(capsys):
     main("--pairs 12000 --accuracy 0.7 --passed true --prompts 500".split())
     first, second, _ = capsys.readouterr().out.splitlines()
     assert first == "DPO: fewer than 1,000 prompts" and second.startswith("  else PPO: the reward model is")

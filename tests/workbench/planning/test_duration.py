@@ -1,4 +1,4 @@
-"""Times by hand: operations and bytes of a model whose weights are counted."""
+"""Times by hand, from the operations and bytes of a tiny model."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ def sft_job(tmp_path, **kwargs):
 
 
 def forward(job, tokens):
-    """2 a weight and token, without the embeddings' lookups; 2 · layers · width · length a token for attention."""
+    """2 per weight and token, without the embeddings; 2 · layers · width · length per token for attention."""
     weights = sum(p.numel() for n, p in tiny_llama().named_parameters() if "embed_tokens" not in n)
     return tokens * (2 * weights + 2 * 2 * 16 * tokens)
 

@@ -1,4 +1,4 @@
-"""What an accelerate file says of a run."""
+"""What is read from an accelerate file."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,7 @@ ZERO3 = {"stage": 3, "stage3_max_live_parameters": 7, "offload_optimizer": {"dev
             Layout("zero3", 8, offloads_optimizer=True, live_parameters=7),
         ),
         ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 1}}, "under FSDP1, PEFT saves no adapters"),
-        ({"distributed_type": "MULTI_GPU", "num_proceses": 8}, "num_proceses"),  # accelerate's own words
+        ({"distributed_type": "MULTI_GPU", "num_proceses": 8}, "num_proceses"),  # as accelerate writes them
     ],
 )
 def test_modes(given, layout, tmp_path):

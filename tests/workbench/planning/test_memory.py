@@ -1,4 +1,4 @@
-"""Closed forms against what torch, transformers and bitsandbytes allocate; passes without data against real ones."""
+"""Formulas against what torch, transformers and bitsandbytes allocate; passes without data against real passes."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ from trl_ext.workbench.planning.stages import scored
     ("name", "cls"),
     [("adamw_torch", torch.optim.AdamW), ("rmsprop", torch.optim.RMSprop), ("sgd", torch.optim.SGD)],
 )
-def test_optimizer_state_is_what_torch_keeps(name, cls):
+def test_optimizer_state_is_what_torch_allocates(name, cls):
     parameters = [nn.Parameter(torch.randn(shape, dtype=torch.bfloat16)) for shape in ((30, 7), (11,))]
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
@@ -35,7 +35,7 @@ def test_optimizer_state_is_what_torch_keeps(name, cls):
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_four_bits_are_what_bitsandbytes_keeps(nested):
+def test_four_bit_weights_are_what_bitsandbytes_allocates(nested):
     functional = pytest.importorskip("bitsandbytes.functional")
     packed, state = functional.quantize_4bit(torch.randn(64, 512), quant_type="nf4", compress_statistics=nested)
     kept = packed.nbytes + state.absmax.nbytes + (state.state2.absmax.nbytes if nested else 0)
@@ -43,7 +43,7 @@ def test_four_bits_are_what_bitsandbytes_keeps(nested):
 
 
 @torch.no_grad()
-def test_kv_cache_is_what_a_model_keeps():
+def test_the_kv_cache_is_what_a_model_allocates():
     model, cache = tiny_llama(num_attention_heads=4, num_key_value_heads=2), DynamicCache()
     model(input_ids=torch.ones(3, 5, dtype=torch.long), past_key_values=cache, use_cache=True)
     kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
@@ -51,7 +51,7 @@ def test_kv_cache_is_what_a_model_keeps():
 
 
 def test_live_bytes_of_a_chain():
-    # 100 float32 numbers are 400 bytes: y = 2x stays, z = y + 1 goes once w = z · z exists, so 3 at most
+    # 100 float32 numbers are 400 bytes: y = 2x stays, z = y + 1 is freed once w = z · z exists, so 3 at most
     x = torch.ones(100)
     with LiveBytes() as counted:
         y = 2 * x
@@ -68,7 +68,7 @@ def test_a_linear_layer_keeps_its_input_and_makes_its_gradient():
         training_peak(mode, model, lambda: model(torch.ones(16, 8)).sum(), gradients=kind)
         for kind in ("fresh", "kept", "sharded")
     )
-    # At the end of the forward pass: the input 16·8, the output 16·4, their sum. Backward: the output is gone by then
+    # At the end of the forward pass: input 16·8, output 16·4, their sum. In the backward pass the output is freed
     assert fresh == sharded == 4 * (16 * 8 + 16 * 4 + 1) and kept == fresh + 4 * 4 * 8
     assert all(parameter.grad is None for parameter in model.parameters())
 

@@ -1,4 +1,4 @@
-"""Plans of tiny runs against closed forms, and the settings that are refused or warned of."""
+"""Plans of tiny runs against formulas, and settings that are refused or warned of."""
 
 import math
 
@@ -57,8 +57,8 @@ def test_bytes_per_parameter_of_each_mode(subtests):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_who_casts_in_mixed_precision(dtype):
-    # accelerate puts autocast on the model's forward, in one process and under DDP, whatever the weights' dtype
+def test_which_modes_cast_in_mixed_precision(dtype):
+    # accelerate puts autocast on the model's forward, in one process and under DDP, for any dtype of the weights
     found = {
         mode: Job("sft", sft(bf16=True), CONFIG, Layout(mode), dtype=dtype).autocast
         for mode in ("single", "ddp", "zero2", "zero3", "fsdp2")
@@ -68,7 +68,7 @@ def test_who_casts_in_mixed_precision(dtype):
 
 
 @pytest.mark.slow
-def test_offloading_moves_bytes_to_the_machine():
+def test_offloading_moves_bytes_to_the_cpu():
     on_gpu, offloaded = (
         plan(Job("sft", sft(bf16=True), CONFIG, Layout("zero3", 2, offloads_weights=o, offloads_optimizer=o)))
         for o in (False, True)
@@ -105,13 +105,13 @@ def test_ppo_has_four_models_or_one_base_with_adapters():
 
 
 @pytest.mark.slow
-def test_models_of_reward_functions_are_counted_whole_on_each_process_and_a_shared_base_once():
+def test_reward_models_are_counted_on_each_process_and_a_shared_base_once():
     loaded = (LoadedReward(CONFIG, torch.bfloat16), LoadedReward(CONFIG, members=3))
     counted = plan(Job("ppo", ppo(), CONFIG, Layout("ddp", 2), prompt_length=8, loaded_rewards=loaded))
     head = 16 + PARAMS - len_of_lm_head()
     roles = [role for role in counted.roles if role.name == "reward function"]
     assert [role.weights for role in roles] == [2 * head, 4 * head, 0, 0]
-    assert [role.parameters for role in roles] == [head] * 4  # each is a pass of its own
+    assert [role.parameters for role in roles] == [head] * 4  # each has its own pass
     assert LoadedReward(CONFIG, max_batch_tokens=100, batch_size=8).rows(64, 16) == 6
 
 
@@ -132,7 +132,7 @@ def len_of_lm_head():
 
 
 @pytest.mark.slow
-def test_the_schedule_is_what_the_trainer_prints():
+def test_the_schedule_is_that_of_the_trainer():
     # 4 per device × 3 accumulated × 2 processes = 24 in a minibatch; 2 minibatches = 48 in a rollout; 2 epochs
     args = ppo(gradient_accumulation_steps=3, max_steps=-1, total_episodes=100)
     schedule = plan(Job("ppo", args, CONFIG, Layout("ddp", 2), prompt_length=8)).schedule
@@ -150,7 +150,7 @@ def test_the_schedule_is_what_the_trainer_prints():
 
 @pytest.mark.slow
 def test_fsdp2_gathers_the_root_and_two_layers_or_a_reference():
-    """A critic of five layers beside a policy of three, which FSDP2 wraps alike; tests/distributed sees it do so."""
+    """A critic of five layers beside a policy of three; tests/distributed shows that FSDP2 wraps both so."""
     critic = tiny_llama(num_hidden_layers=5).config
     layer = 2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 32 + 2 * 16  # q, o; k, v; the MLP's three; norms
     root = 2 * 29 * 16 + 16 + 29 * 16 + 16 + 16  # embeddings, LM head, norm; embeddings, norm, head
@@ -170,7 +170,7 @@ def test_fsdp2_gathers_the_root_and_two_layers_or_a_reference():
         ),
     ],
 )
-def test_what_cannot_work_is_refused_with_the_reason(job, message):
+def test_an_impossible_run_is_refused_with_the_reason(job, message):
     (reason,) = known_not_to_work(job)
     assert message in reason
 
@@ -184,13 +184,13 @@ def test_what_cannot_work_is_refused_with_the_reason(job, message):
         ("dpo", {}, {"pairs": 9_999}, "9999 preference pairs"),
     ],
 )
-def test_what_ends_badly_is_warned_of_and_sound_settings_are_not(stage, args, known, message):
+def test_risky_settings_are_warned_of_and_sound_ones_are_not(stage, args, known, message):
     warnings = known_to_go_wrong(Job(stage, ppo(**args), CONFIG, prompt_length=8), **known)
     assert [message in warning for warning in warnings] == ([True] if message else [])
 
 
 @pytest.mark.slow
-def test_what_generates_beside_the_run_is_counted_there():
+def test_generation_on_other_gpus_is_counted_there():
     plain, vllm = (plan(Job("ppo", ppo(**kwargs), CONFIG, prompt_length=8)) for kwargs in ({}, {"use_vllm": True}))
     assert not plain.beside and not plain.host
     cache = 2 * 3 * 2 * 4 * 16 * 2  # keys and values, layers, heads of 4, tokens, 16 bits
@@ -199,6 +199,6 @@ def test_what_generates_beside_the_run_is_counted_there():
 
 
 @pytest.mark.slow
-def test_a_copy_of_the_checkpoint_is_in_the_machines_memory():
+def test_a_checkpoint_in_the_background_needs_cpu_memory():
     kept = plan(Job("ppo", ppo(save_in_background=True), CONFIG, Layout("zero3", 4), prompt_length=8))
     assert kept.host == math.ceil(kept.checkpoint / 4)

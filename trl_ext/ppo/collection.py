@@ -158,8 +158,9 @@ class RolloutTrainer(GRPOTrainer):
         if self._ahead is not None:
             if self.model.training:
                 assert self._vllm_server is not None
-                return self._vllm_server.answered(self._ahead.take(prompt_ids))
-            self._ahead.wait_for_all()  # TRL may send the server new weights
+                taken = self._ahead.take(prompt_ids, self.state.global_step, self.state.max_steps)
+                return self._vllm_server.answered(taken)
+            self._ahead.wait_for_all(self.state.global_step)  # TRL may send the server new weights
         with self.metrics.timed("generate"):
             if self.use_vllm:
                 # Of all completions TRL gives a process as many as it has prompts, so all processes need equally many

@@ -26,9 +26,9 @@ class DeferredErrors:
     """
 
     def __init__(self) -> None:
-        self.errors: list[tuple[str, Exception]] = []
+        self.errors: list[tuple[str, BaseException]] = []
 
-    def add(self, what: str, error: Exception) -> None:
+    def add(self, what: str, error: BaseException) -> None:
         """Record an error until `raise_everywhere`; the phrase `what` says where it was raised."""
         text = str(error) if isinstance(error, RewardFailed) else f"{type(error).__name__}: {error}"
         self.errors.append((f"process {PartialState().process_index}: {what}: {text}", error))

@@ -104,7 +104,7 @@ from .roles import (
     prepare_roles,
 )
 from .rollout import Rollout, joined, permuted, token_counts_of
-from .vllm import RolloutsAhead, ServerGuard, ServerLost, check_loadable, check_logprobs, save_last_step
+from .vllm import RolloutsAhead, ServerGuard, ServerLost, check_loadable, check_logprobs, how_to_resume
 
 _WITH_STATE = (
     "kl_controller",
@@ -398,7 +398,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             vllm.generation_kwargs = {**vllm.generation_kwargs, "stop_token_ids": self.eos_token_ids}
             check_loadable(vllm)
             check_logprobs(vllm)
-            self._vllm_server = ServerGuard(self) if args.vllm_mode == "server" else None
+            self._vllm_server = ServerGuard(vllm) if args.vllm_mode == "server" else None
             set_seed(sampling_seed(args, self.accelerator.process_index))  # vLLM in this process has set its own seed
         else:
             self.generation_config.eos_token_id = self.eos_token_ids
@@ -721,11 +721,25 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         if column is not None and column not in self._signature_columns:
             self._signature_columns.append(column)
 
-    def _get_train_sampler(self, dataset: Dataset | None = None) -> Sampler:
+    def _get_train_sampler(self, dataset: Dataset | None = None) -> "_EpochSeeded":
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         return _EpochSeeded(super()._get_train_sampler(dataset), seed, lambda: int(self.state.epoch or 0))
 
+    def _prompts_of(self, number: int) -> list[list[int]]:
+        """Return the prompt token ids of this process's rows of rollout `number`."""
+        size = self.args.generation_batch_size
+        local = size // self.accelerator.num_processes
+        epoch, place = divmod(number, len(self.train_dataset) // (size // self.num_generations))
+        begin = place * size + self.accelerator.process_index * local
+        rows = self._get_train_sampler().rollouts_of(epoch)[begin:][:local]
+        return self._tokenize_prompts([self.train_dataset[row]["prompt"] for row in rows])[0]
+
     # ---- Rollout ----
+
+    def _sync_weights(self) -> None:
+        """Send vLLM the weights, as TRL does before it generates."""
+        self.vllm_generation.sync_weights()
+        self._last_loaded_step = self.state.global_step
 
     def _prepare_inputs(self, generation_batch: list[dict[str, Any]]) -> dict[str, Any]:
         """Let TRL make a rollout if one is due; return the next micro-batch of the present pass."""
@@ -799,7 +813,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         # DeepSpeed makes its step within `backward`, and returns -1 for a norm that is not finite
         if self.is_deepspeed_enabled and not (norm is None or 0 <= norm < math.inf or self.args.fp16):
             left = "If there is a checkpoint, the newest has finite weights."
-            gradients.raise_not_finite(self, "policy or the critic", left)
+            gradients.raise_not_finite("policy or the critic", self.metrics.train, self.state.global_step + 1, left)
         return norm
 
     def _finish_gradients(self) -> None:
@@ -815,7 +829,11 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             if norm is None:
                 continue
             if not norm.isfinite() and scaler is None:  # else fp16's loss scaler skips the step
-                gradients.save_and_raise(self, role)
+                folder = os.path.join(self.args.output_dir, "last-good")
+                self.save_model(folder, _internal_call=True)
+                self.accelerator.wait_for_everyone()  # raising on one process may end another that is still writing
+                left = f"The weights from before this step are in {folder}, but earlier steps may have damaged them."
+                gradients.raise_not_finite(role, self.metrics.train, self.state.global_step + 1, left)
             self.metrics.train.add(f"grad_norm/{role}", norm)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
@@ -956,13 +974,17 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         self._waiting.clear()
         self.metrics.episodes_at_start = self.metrics.episodes
         self._last_loaded_step = -1  # so vLLM is sent the weights, also if a checkpoint has the same step
-        self._ahead = RolloutsAhead(self) if self.args.rollouts_ahead else None
+        if self.args.rollouts_ahead:
+            self._ahead = RolloutsAhead(
+                self.vllm_generation, self.args, self._errors, self.metrics, self._prompts_of, self._sync_weights
+            )
         try:
             with Hold(self.args.output_dir):  # until the last step is saved, too
                 try:
                     output = super().train(resume_from_checkpoint, **kwargs)
                 except ServerLost as error:
-                    raise ServerLost(f"{error} {save_last_step(self)}") from None
+                    left = how_to_resume(self.state.global_step, self._save_last_step())
+                    raise ServerLost(f"{error} {left}") from None
         finally:
             self._ahead = None
         return output._replace(training_loss=output.metrics.get("train_loss", output.training_loss))

@@ -16,7 +16,8 @@ from ..models.decoding import Histories, SamplerRecorder
 from ..models.generation import padded
 from ..models.weights import base_model_of, context_of, evaluating, gathered_by_zero3, kept_by_fsdp2
 from ..upstream.names import disable_gradient_checkpointing, pad, temporarily
-from .environments import Calls
+from .config import PPOConfig
+from .environments import Calls, guarded, step_rewards
 from .metrics import PPOMetrics
 from .passes import Passes
 from .reward_calls import DeferredErrors
@@ -70,13 +71,57 @@ class RolloutTrainer(GRPOTrainer):
     then `_calculate_rewards`. What TRL computes besides (its own padding, GRPO's advantages) is not used.
     """
 
+    reward_weights: Tensor
+    reward_processing_classes: list
+    reward_func_names: list[str]
     _collection: Collection  # while a rollout is collected
-    # `PPOTrainer` sets these when it is built, and `_ahead` in `train`
-    _errors: DeferredErrors  # of reward functions, environments and vLLM, to be raised on all processes
-    _passes: Passes
+
+    # `PPOTrainer` sets these, the first two at the end of its constructor
     metrics: PPOMetrics
-    _vllm_server: ServerGuard | None  # None if vLLM runs in this process; without vLLM it is not set
-    _ahead: RolloutsAhead | None  # None unless it trains with `rollouts_ahead`
+    reward_funcs: list  # each a `CheckedReward`
+    _vllm_server: ServerGuard | None = None  # with a vLLM server
+    _ahead: RolloutsAhead | None = None  # while it trains with `rollouts_ahead`
+
+    def __init__(self, model: Any, *, args: PPOConfig, environment_factory: Any, **kwargs: Any):
+        # Of reward functions, environments and vLLM. GRPO's constructor makes environments already
+        self._errors = DeferredErrors()
+        super().__init__(
+            model, args=args, environment_factory=self._guarded(environment_factory, args.tool_timeout), **kwargs
+        )
+        if self.environment_factories:
+            self._reward_steps({type(pool[0]) for pool in self._environment_pool.values()})
+        self._passes = Passes(self.accelerator, args)
+
+    def _guarded(self, environment_factory: Any, timeout: float | None) -> Any:
+        """Wrap a factory, or each in a dict, so that all processes raise its errors; `timeout` in seconds a call."""
+
+        def guard(factory: Any) -> Any:
+            make = guarded(factory, timeout, self._errors)
+
+            def probed() -> Any:
+                environment = make()
+                # GRPO's constructor makes the first environment, on all processes, before it sets `environments`
+                if not hasattr(self, "environments"):
+                    self._errors.raise_everywhere(0)
+                if not (self.reward_funcs or hasattr(environment, "get_reward")):  # else TRL would miss a reward
+                    self._reward_steps({type(environment)})
+                return environment
+
+            return probed
+
+        if isinstance(environment_factory, dict):
+            return {name: guard(factory) for name, factory in environment_factory.items()}
+        return environment_factory and guard(environment_factory)
+
+    def _reward_steps(self, kinds: set[type]) -> None:
+        """Add a reward function for each environment class that has `_step_reward`, unless it has one already."""
+        for kind in sorted(kinds, key=lambda kind: kind.__name__):
+            function = step_rewards(lambda: self._collection, kind)
+            if hasattr(kind, "_step_reward") and function.__name__ not in self.reward_func_names:
+                self.reward_funcs.append(function)
+                self.reward_func_names.append(function.__name__)
+                self.reward_processing_classes.append(None)
+                self.reward_weights = torch.cat([self.reward_weights, torch.ones(1)])
 
     @property
     def _actor_critic(self) -> Any:

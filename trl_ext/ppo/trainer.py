@@ -89,11 +89,9 @@ from .controllers import (
     RewardNormalizer,
     mean_demonstration_score,
 )
-from .environments import guarded, load_states, states_of, step_rewards
+from .environments import load_states, states_of
 from .evaluation_pass import EvaluationPass, sampling_seed, untouched_rng
 from .metrics import GRPO_ONLY_METRICS, Accumulator, PPOMetrics, global_moments
-from .passes import Passes
-from .reward_calls import DeferredErrors
 from .roles import (
     Rewards,
     check_base,
@@ -204,10 +202,6 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
     environment_factories: dict | None
     environments: list | None
     tools: list
-    reward_funcs: list
-    reward_weights: Tensor
-    reward_processing_classes: list
-    reward_func_names: list[str]
     eos_token_ids: list[int]
     processing_class: Any
     _tokenizer: Any
@@ -268,7 +262,6 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             model.add_adapter(REFERENCE, model.peft_config[POLICY])
             copy_adapter(model, POLICY, REFERENCE)
 
-        self._errors = DeferredErrors()
         # `model_init_kwargs` have been used, but TRL would warn that they are ignored
         with temporarily(args, model_init_kwargs=None) if is_saved_adapter else nullcontext():
             super().__init__(
@@ -285,10 +278,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
                 peft_config=copy.deepcopy(peft_config),  # PEFT writes into it
                 tools=tools,
                 rollout_func=rollout_func,
-                environment_factory=self._guarded(environment_factory, args.tool_timeout),
+                environment_factory=environment_factory,
             )
-        if self.environment_factories:
-            self._reward_steps({type(pool[0]) for pool in self._environment_pool.values()})
         policy = self.model
         check_savable(policy)
         self._is_peft = isinstance(policy, PeftModel)
@@ -326,6 +317,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         if self.place_model_on_device and actor_critic.critic is not None:
             actor_critic.critic.to(args.device)
         self.model = self.model_wrapped = self.callback_handler.model = actor_critic
+        self.metrics = PPOMetrics(self.accelerator, self.reward_func_names)
         self.reward_funcs = rewards.checked_functions(
             actor_critic, args, self.eos_token_ids, self._errors, self._score_on_base, self._own_random_state
         )
@@ -334,11 +326,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         self.kl_controller = KLController(args)
         self.reward_normalizer = RewardNormalizer(args.reward_normalization)
         self.baseline_gate = BaselineGate()
-        self.metrics = PPOMetrics(self.accelerator, self.reward_func_names)
-        self._passes = Passes(self.accelerator, args)
         self._evaluation: EvaluationPass | None = None  # while evaluating
         self._eval_pool: dict | None = None  # environments of evaluations; None before the first evaluation
-        self._ahead = None
         # A quarter of the KL target at the default; half of `step_kl_target` is half a step for long completions, too
         kl_limit = 2.5 * args.step_kl_target * args.kl_target if args.kl_controller == "adaptive" else math.inf
         self.learning_rate_controller = LearningRateController(
@@ -352,37 +341,6 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         if environment_factory is None:  # else what `reset` says is known in the rollout only
             check_prompt_lengths(self._tokenize_prompts, self._loader.policy, self.max_completion_length, datasets)
         ConsoleCallback.replace(self)
-
-    def _guarded(self, environment_factory: Any, timeout: float | None) -> Any:
-        """Wrap a factory, or each in a dict, so that all processes raise its errors; `timeout` in seconds a call."""
-
-        def guard(factory: Any) -> Any:
-            make = guarded(factory, timeout, self._errors)
-
-            def probed() -> Any:
-                environment = make()
-                # GRPO's constructor makes the first environment, on all processes, before it sets `environments`
-                if not hasattr(self, "environments"):
-                    self._errors.raise_everywhere(0)
-                if not (self.reward_funcs or hasattr(environment, "get_reward")):  # else TRL would miss a reward
-                    self._reward_steps({type(environment)})
-                return environment
-
-            return probed
-
-        if isinstance(environment_factory, dict):
-            return {name: guard(factory) for name, factory in environment_factory.items()}
-        return environment_factory and guard(environment_factory)
-
-    def _reward_steps(self, kinds: set[type]) -> None:
-        """Add a reward function for each environment class that has `_step_reward`, unless it has one already."""
-        for kind in sorted(kinds, key=lambda kind: kind.__name__):
-            function = step_rewards(lambda: self._collection, kind)
-            if hasattr(kind, "_step_reward") and function.__name__ not in self.reward_func_names:
-                self.reward_funcs.append(function)
-                self.reward_func_names.append(function.__name__)
-                self.reward_processing_classes.append(None)
-                self.reward_weights = torch.cat([self.reward_weights, torch.ones(1)])
 
     def _adapt_grpo(self, policy: Any) -> None:
         """Replace attributes that GRPO's constructor has set, but that PPO cannot use as they are."""
@@ -398,7 +356,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             vllm.generation_kwargs = {**vllm.generation_kwargs, "stop_token_ids": self.eos_token_ids}
             check_loadable(vllm)
             check_logprobs(vllm)
-            self._vllm_server = ServerGuard(vllm) if args.vllm_mode == "server" else None
+            if args.vllm_mode == "server":
+                self._vllm_server = ServerGuard(vllm)
             set_seed(sampling_seed(args, self.accelerator.process_index))  # vLLM in this process has set its own seed
         else:
             self.generation_config.eos_token_id = self.eos_token_ids

@@ -3,7 +3,7 @@
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from ..functional import (
-    approx_kl,
     effective_sample_size,
     empty_moments,
     explained_variance,
@@ -23,6 +22,7 @@ from ..functional import (
     turn_starts,
     variance,
 )
+from ..upstream.names import temporarily
 from .rollout import Rollout
 
 # GRPO logs these; for PPO they would be wrong, or repeat another metric
@@ -113,14 +113,9 @@ class PPOMetrics:
             self._seconds[phase] += seconds - self._inner_seconds
             self._inner_seconds = outer + seconds
 
-    @contextmanager
-    def untimed(self) -> Iterator[None]:
-        """Leave the time that the `with` block takes, such as an evaluation, out of the timings."""
-        seconds = dict(self._seconds)
-        try:
-            yield
-        finally:
-            self._seconds = defaultdict(float, seconds)
+    def untimed(self) -> AbstractContextManager:
+        """Return a context whose time, such as that of an evaluation, is left out of the timings."""
+        return temporarily(self, _seconds=defaultdict(float))
 
     def add_rollout(
         self,
@@ -218,7 +213,7 @@ class PPOMetrics:
         """
         stats = self.train
         mask = batch["loss_mask"]
-        stats.add("policy/approxkl_avg", approx_kl(logprobs, batch["old_logprobs"]), mask)
+        stats.add("policy/approxkl_avg", kl_estimate(logprobs, batch["old_logprobs"], "k2"), mask)
         stats.add("policy/clipfrac_avg", losses[1].float(), actions)
         stats.add("policy/entropy_avg", entropies, mask)
         stats.add("policy/entropy_std", *_completion_means(entropies, mask))

@@ -94,7 +94,8 @@ class ResumableRun(AgreedControl, BackgroundSaving):
     While this run trains, no other process may run in `output_dir`; see [`~trl_ext.runs.output_dir.Hold`].
 
     Args:
-        model, *args, **kwargs: arguments of the trainer that is extended.
+        model, **kwargs: arguments of the trainer that is extended. `train_dataset` and `eval_dataset` are also kept as
+            they were passed in, since TRL tokenizes them.
         run_facts: a dict of further facts to compare, whose values JSON can hold. The training arguments that can
             change the training, the model's weights and adapters, and the fingerprint of the training data are always
             compared.
@@ -106,7 +107,7 @@ class ResumableRun(AgreedControl, BackgroundSaving):
     def __init__(
         self,
         model: Any = None,
-        *args: Any,
+        *,
         run_facts: dict[str, Any] | None = None,
         resume_anyway: bool = False,
         **kwargs: Any,
@@ -119,7 +120,7 @@ class ResumableRun(AgreedControl, BackgroundSaving):
         self.given_eval_rows = kwargs.get("eval_dataset")
         self._resume_anyway = resume_anyway
         self._is_changed = False  # this run resumes one with other settings
-        super().__init__(model, *args, **kwargs)
+        super().__init__(model, **kwargs)
 
     @property
     def _given_model(self) -> Any:

@@ -958,14 +958,6 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         facts = {"rewards": self.reward_func_names, "reference": self._reference_identity}
         return {**super()._run_facts(), **facts, "critic": self.args.baseline != "mean"}
 
-    def _steps(self) -> int:
-        """Return the number of optimizer steps of the run, which the Trainer counts only later."""
-        args = self.args
-        if args.max_steps > 0:
-            return args.max_steps
-        rollouts = len(self.train_dataset) * self.num_generations // args.batch_size
-        return math.ceil(args.num_train_epochs * rollouts * args.steps_per_rollout)
-
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         is_new, self._seen_step = self._step != self._seen_step, self._step  # at an epoch's end it is called twice
         looks_back = self.args.steps_per_rollout == 1 and self.args.step_kl_target

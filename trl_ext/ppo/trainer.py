@@ -1045,6 +1045,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         """Return a context in which FSDP neither saves nor loads the frozen base of adapters."""
         return without_base(self.is_fsdp_enabled and self._is_peft)
 
+    # Not in `_save_own_state`: what it saves is loaded before the Trainer sets the sums of the loss to 0
+
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
         state = {

@@ -40,9 +40,12 @@ class AdapterSwitch:
     Gradient checkpointing recomputes layers in the backward pass with the adapters that are active then. If other
     adapters were active in the forward pass, gradients are wrong, without an error. With this class, a layer is
     recomputed with the adapters that were active in its forward pass.
+
+    Make it after all adapters are there: an adapter that is added later may adapt layers that it does not know.
     """
 
     def __init__(self, model: Any):
+        # Listed once: under checkpointing each layer switches twice, and a search takes 10 ms in a model of 24 layers
         self.layers: list[Any] = [
             module for module in model.modules() if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper))
         ]

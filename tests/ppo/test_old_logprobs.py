@@ -97,5 +97,5 @@ def test_decoding_that_is_compiled_once_draws_from_the_policy_as_it_is_trained(
     trainer.train()
     assert counters["stats"]["unique_graphs"] == 1
     for rollout in rollouts:
-        assert ((rollout.logprobs - rollout.sampler_logprobs) * rollout.sampled).abs().max() < 1e-5
+        assert ((rollout.logprobs - rollout.sampler_logprobs) * rollout.sampled_mask).abs().max() < 1e-5
     assert len(rollouts) == 2

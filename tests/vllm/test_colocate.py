@@ -170,7 +170,7 @@ def test_an_answer_ends_by_any_of_its_ends_or_at_the_longest(make):
     ends = {2, 9, 11}
     last, drawn = set(), 0
     for rollout in seen:
-        for ids, length, ended in zip(rollout.completion_ids, rollout.lengths.int(), rollout.ended, strict=True):
+        for ids, length, ended in zip(rollout.completion_ids, rollout.lengths.int(), rollout.finished, strict=True):
             answer = ids[:length].tolist()
             assert not ends & {*answer[:-1]} and (answer[-1] in ends) == bool(ended)
             assert ended or length == trainer.max_completion_length

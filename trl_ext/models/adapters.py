@@ -374,7 +374,7 @@ def load_adapters(actor_critic: "ActorCritic", folder: str) -> None:
 
 
 @contextmanager
-def one_adapter(policy: Any) -> Iterator[None]:
+def saving_policy_adapter_only(policy: Any) -> Iterator[None]:
     """Make PEFT save only the policy's adapter within the `with` block, not those of critic, reference or rewards."""
     if not hasattr(policy, "peft_config"):
         yield

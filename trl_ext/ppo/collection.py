@@ -38,8 +38,8 @@ class Collection:
     prompt_ids: list[list[int]] = field(default_factory=list)
     completion_ids: list[list[int]] = field(default_factory=list)
     tool_mask: list[list[int]] | None = None  # 1 = sampled by the policy; None if all tokens are
-    sampled_logprobs: list[list[float]] | None = None  # each token's when it was sampled; 0 for tools' tokens
-    ended: list[bool] = field(default_factory=list)
+    sampler_logprobs: list[list[float]] | None = None  # each token's when it was sampled; 0 for tools' tokens
+    finished: list[bool] = field(default_factory=list)
     repeats: list[list[bool]] = field(default_factory=list)  # for each tool call, whether the row has made it before
     tensors: dict[str, Tensor] = field(default_factory=dict)  # (B, P) and (B, T) ids and masks
     passes: dict[str, Tensor | None] = field(default_factory=dict)  # (B, T) each
@@ -51,9 +51,9 @@ class Collection:
         Return whether each completion has as many of the sampler's log-probs as tokens, and still begins with the
         tokens that were sampled before the first tool call.
         """
-        if self.sampled_logprobs is None:
+        if self.sampler_logprobs is None:
             return False
-        lengths = [len(row) for row in self.sampled_logprobs]
+        lengths = [len(row) for row in self.sampler_logprobs]
         firsts = self.first_completions or [[]] * len(self.completion_ids)
         return lengths == [len(ids) for ids in self.completion_ids] and all(
             ids[: len(first)] == first for ids, first in zip(self.completion_ids, firsts, strict=True)
@@ -154,8 +154,8 @@ class RolloutTrainer(GRPOTrainer):
         collection.prompt_ids = prompt_ids
         collection.completion_ids = completion_ids
         collection.tool_mask = tool_mask
-        collection.sampled_logprobs = logprobs
-        collection.ended = [
+        collection.sampler_logprobs = logprobs
+        collection.finished = [
             ids[-1] in self.eos_token_ids and not (self.tools and (waits_for_tools(completion) or not mask[-1]))
             for ids, mask, completion in zip(
                 completion_ids, tool_mask or [[1]] * len(completion_ids), completions, strict=True
@@ -301,16 +301,16 @@ class RolloutTrainer(GRPOTrainer):
     def _calculate_rewards(self, inputs: list, prompts: list, completions: list, completion_ids_list: list) -> Tensor:
         """Run the models, then the F reward functions; return the (rows of all processes, F) rewards."""
         collection = self._collection
-        own = [{"prompt_ids": p, "finished": e} for p, e in zip(collection.prompt_ids, collection.ended, strict=True)]
-        rows = [{**row, **columns} for row, columns in zip(inputs, own, strict=True)]
+        given = zip(inputs, collection.prompt_ids, collection.finished, strict=True)
+        rows = [{**row, "prompt_ids": prompt_ids, "finished": finished} for row, prompt_ids, finished in given]
 
-        columns = {key: [row[key] for row in rows] for key in rows[0]}
+        # As TRL's are
+        columns = {key: [row[key] for row in rows] for key in rows[0] if key not in ("prompt", "completion")}
         if self.environments is not None:
             columns["environments"] = self.environments
         columns |= {"prompts": prompts, "completions": completions, "completion_ids": collection.completion_ids}
-        given = {key: value for key, value in columns.items() if key not in ("prompt", "completion")}  # as TRL's are
         for function in self.reward_funcs:  # those that run in the background start before the models
-            function.start(self.metrics.timed("score_wait"), **given, trainer_state=self.state)
+            function.start(self.metrics.timed("score_wait"), **columns, trainer_state=self.state)
 
         # TRL has padded and masked the same tokens, but its tensors are local to the method that calls this one
         collection.tensors = self._padded(collection)
@@ -340,7 +340,7 @@ class RolloutTrainer(GRPOTrainer):
         mask = collection.tensors["completion_mask"]
         logprobs = None
         if self._keeps_logprobs and collection.is_as_sampled:
-            rows = [[math.nan if x is None else x for x in row] for row in collection.sampled_logprobs or []]
+            rows = [[math.nan if x is None else x for x in row] for row in collection.sampler_logprobs or []]
             tensors = [torch.tensor(row, dtype=torch.float32) for row in rows]
             logprobs = pad(tensors, 0.0, "right", self.args.pad_to_multiple_of).to(mask.device)
             logprobs = logprobs.masked_fill(mask == 0, 0.0)
@@ -357,15 +357,15 @@ class RolloutTrainer(GRPOTrainer):
             )
         return None
 
-    def _run_passes(self, tensors: dict[str, Tensor], sampled: Tensor | None) -> dict[str, Tensor | None]:
+    def _run_passes(self, tensors: dict[str, Tensor], sampler_logprobs: Tensor | None) -> dict[str, Tensor | None]:
         """Run policy, critic and reference; return their fields of [`Rollout`], given what `_padded` returned."""
-        # `sampled` are the sampler's (B, T) log-probs, nats; None if they are not known
+        # `sampler_logprobs` are (B, T), nats; None if they are not known
         args = self.args
         mask = tensors["completion_mask"]
         ids = torch.cat([tensors["prompt_ids"], tensors["completion_ids"]], dim=1)
         counts = token_counts_of(tensors["prompt_mask"], mask)
         width = mask.size(1)
-        is_trusted = sampled is not None and self._trusts_sampler
+        is_trusted = sampler_logprobs is not None and self._trusts_sampler
         asked = {"with_logprobs": not is_trusted, "with_values": self.model.training and args.baseline != "mean"}
         run = functools.partial(
             self._passes, ids=ids, token_counts=counts, width=width, size=args.local_rollout_forward_batch_size
@@ -378,10 +378,10 @@ class RolloutTrainer(GRPOTrainer):
             if args.use_ref_model:
                 found["ref_logprobs"] = self._run_reference(run)
         return {
-            "logprobs": sampled if is_trusted else found["logprobs"],
+            "logprobs": sampler_logprobs if is_trusted else found["logprobs"],
             "ref_logprobs": found.get("ref_logprobs"),
             "values": found.get("values"),
-            "sampler_logprobs": None if is_trusted else sampled,
+            "sampler_logprobs": None if is_trusted else sampler_logprobs,
         }
 
     def _run_reference(self, run: Any) -> Tensor:
@@ -420,16 +420,16 @@ class RolloutTrainer(GRPOTrainer):
         tool_mask = collection.tensors.get("tool_mask")
         device = mask.device
         weights = self.reward_weights
-        ended = torch.tensor(collection.ended, device=device)
+        finished = torch.tensor(collection.finished, device=device)
         # If the last token of a cut-off row happens to be a PAD that the policy sampled, TRL takes it for finished
-        takes_part = mask.any(1) & (ended | (not args.mask_truncated_completions))
+        takes_part = mask.any(1) & (finished | (not args.mask_truncated_completions))
         for function, weight in zip(self.reward_funcs, weights, strict=True):
             if weight != 0:  # without the score that is missing, the sum might lack a penalty
                 takes_part &= ~torch.tensor(function.failed, device=device)
         rewards = self._local(collection.rewards_per_func)
-        scores = sequence_scores(rewards, weights, ended, args.missing_eos_score, args.missing_eos_penalty)
+        scores = sequence_scores(rewards, weights, finished, args.missing_eos_score, args.missing_eos_penalty)
         by_token = [function.token_scores for function in self.reward_funcs]
-        token_scores = summed_token_scores(by_token, weights, ended, mask.size(1), args.missing_eos_score)
+        token_scores = summed_token_scores(by_token, weights, finished, mask.size(1), args.missing_eos_score)
         if token_scores is not None and tool_mask is not None:
             token_scores = onto_policy_tokens(token_scores, tool_mask)
         lengths = torch.tensor([len(ids) for ids in collection.completion_ids], device=device, dtype=torch.float32)
@@ -442,7 +442,7 @@ class RolloutTrainer(GRPOTrainer):
             rewards_per_func=rewards,
             scores=scores.masked_fill(~takes_part, torch.nan),
             token_scores=token_scores,
-            ended=ended,
+            finished=finished,
             environments=self._played(collection.rows, device),
             lengths=of_policy,
             tool_lengths=lengths - of_policy,

@@ -136,10 +136,10 @@ class PPOMetrics:
             returns: (B, T), score units.
             kl_coef: the coefficient that the rewards' penalty uses, score units per nat.
         """
-        self._observe(self.train, rollout, torch.ones_like(rollout.ended))
+        self._observe(self.train, rollout, torch.ones_like(rollout.finished))
         self.episodes += len(scores) * self.accelerator.num_processes
         self._tokens += self._total(rollout.lengths)
-        self.train.add("val/num_eos_tokens", self._total(rollout.ended))
+        self.train.add("val/num_eos_tokens", self._total(rollout.finished))
         self.train.add("objective/shaped_scores", scores, rollout.valid)
         self.train.add("objective/non_score_reward", -kl_coef * (kl * rollout.mask).sum(1), rollout.valid)
         self.train.add("objective/rlhf_reward", rewards.sum(1), rollout.valid)
@@ -174,7 +174,7 @@ class PPOMetrics:
         stats.add("objective/entropy", -(rollout.logprobs * mask).sum(1), valid)
         stats.add("objective/num_unscored", self._total(~rollout.valid & rows))
         stats.add("completions/length", rollout.lengths, rows)
-        stats.add("completions/terminated_length", rollout.lengths, rows & rollout.ended)
+        stats.add("completions/terminated_length", rollout.lengths, rows & rollout.finished)
         if rollout.tool_mask is not None:
             # Also the turns of rows that `mask_truncated_completions` leaves out
             stats.add("turns/mean", turn_starts(rollout.tool_mask).sum(1).float(), rows)
@@ -184,7 +184,7 @@ class PPOMetrics:
             stats.add("tools/repeated_frequency", repeats, ~repeats.isnan() & rows[:, None])
         for name, played in rollout.environments.items():
             stats.add(f"environment/{name}/return", rollout.scores, valid & played)
-        stats.add("completions/clipped_ratio", (~rollout.ended).float(), rows)
+        stats.add("completions/clipped_ratio", (~rollout.finished).float(), rows)
         for name, rewards in zip(self.reward_names, rollout.rewards_per_func.unbind(1), strict=True):
             stats.add(f"rewards/{name}", rewards, ~rewards.isnan() & rows)
         if rollout.sampler_logprobs is not None:

@@ -46,8 +46,8 @@ from ..models.adapters import (
     REFERENCE,
     copy_adapter,
     load_adapters,
-    one_adapter,
     save_critic,
+    saving_policy_adapter_only,
     weights_of,
     without_base,
 )
@@ -1001,7 +1001,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         # Under DeepSpeed and FSDP `state_dict` has the whole weights of both, else they are read from the models
         output_dir = output_dir if output_dir is not None else self.args.output_dir
         actor_critic = self._actor_critic
-        with self._as_policy(), one_adapter(actor_critic.policy):
+        with self._as_policy(), saving_policy_adapter_only(actor_critic.policy):
             super()._save(output_dir, state_dict=weights_of("policy", state_dict))
         if self.args.should_save and actor_critic.critic is not None:
             save_critic(actor_critic, os.path.join(output_dir, "critic"), state_dict)

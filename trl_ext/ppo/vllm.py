@@ -66,20 +66,20 @@ def checked_logprobs(
     Raises:
         RuntimeError: a log-prob is missing, not a finite number, or belongs to another token.
     """
-    sampled = [[each[0] for each in row] for row in logprobs or []]
+    sampler_logprobs = [[each[0] for each in row] for row in logprobs or []]
     returned = ids if of_tokens is None else [[each[0] for each in row] for row in of_tokens]
-    if returned != ids or [len(row) for row in sampled] != [len(row) for row in ids]:
+    if returned != ids or [len(row) for row in sampler_logprobs] != [len(row) for row in ids]:
         raise RuntimeError(
             "vLLM did not return a log-prob for each token that it sampled: install a vLLM version that TRL supports."
         )
-    for row, numbers in enumerate(sampled):
+    for row, numbers in enumerate(sampler_logprobs):
         if not all(number is not None and math.isfinite(number) for number in numbers):
             raise RuntimeError(
                 f"vLLM returned a log-prob of completion {row} that is not finite. Either training has diverged "
                 "(lower `step_kl_target`, or the learning rate if it is 0), or vLLM's dtype is too narrow for the "
                 "model (use bfloat16 or float32)."
             )
-    return sampled  # type: ignore[return-value]
+    return sampler_logprobs  # type: ignore[return-value]
 
 
 def check_loadable(engine: Any) -> None:
@@ -269,8 +269,8 @@ class RolloutsAhead:
         self.errors.raise_everywhere(step)
         for rollout in rollouts:
             if rollout.completions is None:
-                _, ids, *sampled = self._generate(rollout, lambda *_, rollout=rollout, **__: rollout.output.result())
-                rollout.completions = ids, checked_logprobs(ids, *sampled)
+                _, ids, *logprobs = self._generate(rollout, lambda *_, rollout=rollout, **__: rollout.output.result())
+                rollout.completions = ids, checked_logprobs(ids, *logprobs)
 
     def _generate(self, rollout: PendingRollout, answer: Callable[..., dict[str, Any]]) -> tuple:
         """Call TRL's `generate`, which calls `answer(generate, …)` in place of its client's `generate(…)`."""

@@ -193,20 +193,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
 
     args: PPOConfig
     model: Any  # ActorCritic; FSDP and DeepSpeed wrap it
-    accelerator: Any
-    control: Any
-    state: Any
-    train_dataset: Any
-    generation_config: Any
-    num_iterations: int
-    environment_factories: dict | None
-    environments: list | None
-    tools: list
     eos_token_ids: list[int]
-    processing_class: Any
-    _tokenizer: Any
     _buffered_inputs: Any  # TRL's: the micro-batches of the rollout that is trained on
-    _environment_pool: dict
     _last_loaded_step: int  # TRL's: the step whose weights vLLM has
     _step: int  # TRL's: micro-batches trained on by this process
 

@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..upstream.names import AuxiliaryTrainingWrapper, BaseTunerLayer, refuse, temporarily
+from ..upstream.names import AuxiliaryTrainingWrapper, BaseTunerLayer
+from ..upstream.statements import refuse, temporarily
 from .weights import base_model_of, hash_of, hub_identity, weights_hash
 
 if TYPE_CHECKING:

@@ -12,13 +12,8 @@ from torch.utils.hooks import RemovableHandle
 from transformers.utils import is_triton_available
 
 from ..functional import logprobs_and_entropies
-from ..upstream.names import (
-    FusedCausalLMOutput,
-    _backward_tile,
-    _forward_tile,
-    selective_log_softmax_and_entropy,
-    temporarily,
-)
+from ..upstream.names import FusedCausalLMOutput, _backward_tile, _forward_tile, selective_log_softmax_and_entropy
+from ..upstream.statements import temporarily
 
 GIB = 2**30
 

@@ -15,7 +15,8 @@ from ..models.adapters import REFERENCE
 from ..models.decoding import Histories, SamplerRecorder
 from ..models.generation import padded
 from ..models.weights import base_model_of, context_of, evaluating, gathered_by_zero3, kept_by_fsdp2
-from ..upstream.names import disable_gradient_checkpointing, pad, temporarily
+from ..upstream.names import disable_gradient_checkpointing, pad
+from ..upstream.statements import temporarily
 from .config import PPOConfig
 from .environments import Calls, guarded, step_rewards
 from .metrics import PPOMetrics

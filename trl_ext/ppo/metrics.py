@@ -22,7 +22,7 @@ from ..functional import (
     turn_starts,
     variance,
 )
-from ..upstream.names import temporarily
+from ..upstream.statements import temporarily
 from .rollout import Rollout
 
 # GRPO logs these; for PPO they would be wrong, or repeat another metric

@@ -65,13 +65,8 @@ from ..models.weights import (
 from ..runs.checkpoints import ResumableRun
 from ..runs.control import saving_forbidden, take_kl_scale, take_rate_scale
 from ..runs.output_dir import Hold
-from ..upstream.names import (
-    RepeatSampler,
-    check_contract,
-    get_config_model_id,
-    is_conversational,
-    temporarily,
-)
+from ..upstream.names import RepeatSampler, check_contract, get_config_model_id, is_conversational
+from ..upstream.statements import temporarily
 from . import gradients
 from .checks import (
     check,

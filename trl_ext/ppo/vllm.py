@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..rewards.background import in_daemon
 from ..runs.files import on_first
-from ..upstream.names import refuse, temporarily
+from ..upstream.statements import refuse, temporarily
 from .config import PPOConfig
 from .metrics import PPOMetrics
 from .reward_calls import DeferredErrors

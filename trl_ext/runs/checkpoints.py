@@ -11,7 +11,8 @@ from transformers.trainer_utils import TrainOutput
 
 from ..models.adapters import adapter_facts
 from ..models.weights import weights_identity
-from ..upstream.names import is_deepspeed_zero3_enabled, temporarily
+from ..upstream.names import is_deepspeed_zero3_enabled
+from ..upstream.statements import temporarily
 from .control import AgreedControl, CannotResume, Stopped, delete_stop, read_stop, saving_forbidden
 from .files import from_first, on_first
 from .output_dir import Hold

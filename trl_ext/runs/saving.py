@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
-from ..upstream.names import temporarily
+from ..upstream.statements import temporarily
 from .control import saving_forbidden
 from .files import flush, from_first, on_first, whole_file
 

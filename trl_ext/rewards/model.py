@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ..models.generation import eos_token_ids as ends_of, padded
 from ..models.weights import check_pad_token, context_of, hash_of, path_identity, tokenizer_identity
-from ..upstream.names import is_conversational, temporarily
+from ..upstream.names import is_conversational
+from ..upstream.statements import temporarily
 from .member import checked_name
 from .scores import log_to
 

@@ -125,7 +125,7 @@ class LearningRateController:
         self._hooked: Any = None
         self._used: list[float] = []  # factors of this rollout's steps
         self._sums: list[Tensor] = []  # of its minibatches
-        self._undone: list[float] = []  # factors of the steps taken back, the next one's last; empty for a normal step
+        self.undone: list[float] = []  # factors of the steps taken back, the next one's last; empty for a normal step
 
     def attach(self, optimizer: Any) -> None:
         """Make an optimizer, wrapped by the accelerator or not, use the scaled learning rates in each step."""
@@ -141,9 +141,11 @@ class LearningRateController:
             self.last_factor = self.factor_in_use
             for group in optimizer.param_groups:
                 group["lr"] = group["lr"] * self.last_factor
-                if self._undone:  # without a gradient Adam repeats the last step, each time β₁ times as large
-                    group["lr"] *= -(self._undone[-1] / self.last_factor) / group["betas"][0] ** len(self._undone)
-                    torch._foreach_zero_([each.grad for each in group["params"] if each.grad is not None])
+                if self.undone:  # without a gradient Adam repeats the last step, each time β₁ times as large
+                    group["lr"] *= -(self.undone[-1] / self.last_factor) / group["betas"][0] ** len(self.undone)
+                    for parameter in group["params"]:
+                        if parameter.grad is not None:
+                            parameter.grad.zero_()
 
         def after(optimizer: Any, *_: Any) -> None:
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -197,13 +199,13 @@ class LearningRateController:
         sums = sums.cpu().double()
         steps_left = [step for step, factor in enumerate(self._used) if factor]  # those that were not taken back
         if steps_left and taken < steps and self._went_too_far(sums):
-            self._undone.append(self._used[steps_left[-1]])
+            self.undone.append(self._used[steps_left[-1]])
             self._used[steps_left[-1]] = 0.0
-            self.ceiling = min(self.ceiling, max(self._undone) / 2)
+            self.ceiling = min(self.ceiling, max(self.undone) / 2)
             self.factor = min(self.factor, self.ceiling)
             sums = self._sums[steps_left[-1]]  # the policy is about as it was then
         else:
-            self._undone = []
+            self.undone = []
         self._sums.append(sums)
         last = torch.stack(self._sums[-self.minibatches :])  # a single minibatch would be noisy
         # The expected KL grows as the square of the sum of the factors so far. `kl` fits it to all of `last` by least
@@ -226,7 +228,7 @@ class LearningRateController:
             self.factor = max(self.BOUNDS[0], min(factor, self.BOUNDS[1], highest))
             if taken == max(steps - 1, 1):
                 self.ceiling *= recovery
-        self._used.append(0.0 if self._undone else self.factor)
+        self._used.append(0.0 if self.undone else self.factor)
         return kl
 
     def _went_too_far(self, sums: Tensor) -> bool:

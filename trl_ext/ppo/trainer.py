@@ -619,6 +619,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
                 self.metrics.train.add("policy/step_kl_target", target * taken / self.args.steps_per_rollout)
         if taken < self.args.steps_per_rollout:  # a step follows
             self.metrics.train.add("learning_rate/factor", self.learning_rate_controller.factor_in_use)
+            self.metrics.train.add("policy/undone_steps", float(bool(self.learning_rate_controller.undone)))
 
     @torch.no_grad()
     def _measure_single_step(self) -> None:

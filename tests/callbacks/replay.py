@@ -94,7 +94,8 @@ def sft(folder, *callbacks, cls=SFTTrainer, **kwargs):
         Dataset.from_dict({"prompt": asked * 4, "completion": [" sat on the mat"] * 16})
         for asked in (["the cat", "a dog"] * 2, ["the cat", "a dog", "it", "sad"])
     )
-    trainer = cls(tiny_llama(), args, None, train, held_out, processing_class=tiny_tokenizer())
+    data = {"train_dataset": train, "eval_dataset": held_out}
+    trainer = cls(tiny_llama(), args=args, **data, processing_class=tiny_tokenizer())
     return with_callbacks(trainer, callbacks)
 
 

@@ -15,7 +15,8 @@ from tests.dpo.worker import make_trl_trainer
 from trl_ext import DPOTrainer, PPOTrainer
 from trl_ext.cli import contract as command
 from trl_ext.upstream.contract import assigned
-from trl_ext.upstream.names import ATTRIBUTES, METHODS, NAMES, TESTED, check_contract, temporarily
+from trl_ext.upstream.names import ATTRIBUTES, METHODS, NAMES, TESTED, check_contract
+from trl_ext.upstream.statements import temporarily
 
 PACKAGE = Path(trl_ext.__file__).parent
 TRAINERS = [(PPOTrainer, trl.GRPOTrainer), (DPOTrainer, trl.DPOTrainer)]

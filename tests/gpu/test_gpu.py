@@ -161,7 +161,7 @@ def test_in_bfloat16_packed_rows_go_to_torchs_kernel(build, tmp_path):
 
 
 def assert_the_samplers_logprobs_are_those_of_a_pass(rollout):
-    sampled = rollout.sampled.bool()
+    sampled = rollout.sampled_mask.bool()
     torch.testing.assert_close(rollout.sampler_logprobs[sampled], rollout.logprobs[sampled], rtol=0, atol=1e-4)
     assert rollout.logprobs[sampled].std() > 0.1
 
@@ -211,7 +211,7 @@ def test_logprobs_with_a_cache_across_turns_are_those_of_a_pass(tmp_path, monkey
     )
     taken = collected(trainer)
     trainer.train()
-    answers = zip(taken[0].completion_ids, taken[0].sampled.bool(), strict=True)
+    answers = zip(taken[0].completion_ids, taken[0].sampled_mask.bool(), strict=True)
     said = {tokenizer.decode(ids[is_drawn]) for ids, is_drawn in answers}
     assert said == {call("add", number=1) * n + "Done.<|im_end|>" for n in range(3)}
     assert known[0] == 0 and 100 < known[1] < known[2]

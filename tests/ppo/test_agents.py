@@ -55,7 +55,7 @@ def test_only_sampled_tokens_are_the_policys(tmp_path):
         assert sampled == call("add", number=1) * target + "Done." + IM_END
         said = tokenizer.decode(rollout.completion_ids[row][(rollout.completion_mask[row] - rollout.mask[row]).bool()])
         assert said.count("The sum is") == target and "tool_call" not in said
-        assert rollout.lengths[row] == len(tokenizer(sampled)["input_ids"]) and rollout.ended[row]
+        assert rollout.lengths[row] == len(tokenizer(sampled)["input_ids"]) and rollout.finished[row]
         ends = [
             t for t in range(400) if rollout.mask[row, t : t + 1].any() and not rollout.mask[row, t + 1 : t + 2].any()
         ]
@@ -158,9 +158,9 @@ def test_a_truncated_episode_has_not_finished(tmp_path):
     """Without turns or tokens left, the last call has no answer."""
     endless = lambda history: call("add", number=1)  # noqa: E731
     turns = rolled_out(make(tmp_path / "turns", endless, max_tool_calling_iterations=2))
-    assert not turns.ended.any() and turns.mask.sum(1).unique().tolist() == [3 * 48]
+    assert not turns.finished.any() and turns.mask.sum(1).unique().tolist() == [3 * 48]
     tokens = rolled_out(make(tmp_path / "tokens", endless, max_completion_length=120))
-    assert not tokens.ended.any() and (tokens.completion_mask.sum(1) <= 120).all()
+    assert not tokens.finished.any() and (tokens.completion_mask.sum(1) <= 120).all()
 
 
 @pytest.mark.slow
@@ -210,7 +210,7 @@ def test_tools_environments_by_name_and_rewards_beside_them(tmp_path):
         reward_funcs=length,
     )
     rollout = rolled_out(trainer)
-    assert trainer.reward_func_names == ["length", "Counter"] and rollout.ended.all()
+    assert trainer.reward_func_names == ["length", "Counter"] and rollout.finished.all()
     assert rollout.rewards_per_func[:, 0].tolist() == [3.0] * 8
     assert rollout.rewards_per_func[0, 1] == 0 and rollout.rewards_per_func[1, 1].isnan()
     texts = trainer.processing_class.batch_decode(rollout.completion_ids)

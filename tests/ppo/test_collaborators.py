@@ -93,3 +93,11 @@ def test_errors_are_raised_together_and_a_failed_reward_has_its_own_class(is_bug
         deferred.raise_everywhere(3)
     assert (type(raised.value) is RuntimeError) == is_bug and raised.value.__cause__ is errors[0]
     deferred.raise_everywhere(4)  # once
+
+
+def test_a_reward_that_is_not_called_has_no_result_of_the_call_before():
+    reward = CheckedReward(lambda completion_ids, **_: [[0.5] * len(ids) for ids in completion_ids], "f", Mock())
+    reward(prompts=[""], completion_ids=[[1, 2]])
+    assert reward.token_scores == [[0.5, 0.5]] and reward.failed == [False]
+    reward.start(Mock())
+    assert reward.token_scores == reward.failed == []

@@ -93,5 +93,5 @@ def test_compiled_decoding_samples_from_the_current_policy(build, attention, tmp
     trainer.train()
     assert counters["stats"]["unique_graphs"] == 1
     for rollout in rollouts:
-        assert ((rollout.logprobs - rollout.sampler_logprobs) * rollout.sampled).abs().max() < 1e-5
+        assert ((rollout.logprobs - rollout.sampler_logprobs) * rollout.sampled_mask).abs().max() < 1e-5
     assert len(rollouts) == 2

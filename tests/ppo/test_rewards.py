@@ -191,7 +191,7 @@ def test_scores_are_weighted_sums_over_the_functions_that_apply(tmp_path):
     assert_close(per_function[:, [0, 1, 3]], lengths[:, None].expand(4, 3), **EQUAL)
     expected = lengths * (1 - 3 + 0.25) + torch.tensor([0.0, 5.0, 0.0, 5.0]) + 2 * per_function[:, 4]
     assert_close(rollout.scores, expected, **CLOSE)
-    assert rollout.ended.tolist() == FINISHED
+    assert rollout.finished.tolist() == FINISHED
 
 
 class Judge(MarksFailures):

@@ -24,7 +24,7 @@ def a_rollout(**changes):
         "sampler_logprobs": None,
         "rewards_per_func": torch.tensor([[1.0], [NAN]]),
         "scores": torch.tensor([1.0, NAN]),
-        "ended": torch.tensor([True, False]),
+        "finished": torch.tensor([True, False]),
         "lengths": torch.tensor([3.0, 2.0]),
     }
     return Rollout(**fields | changes)

@@ -131,6 +131,28 @@ def test_a_learning_rate_that_overshot_does_not_return_soon():
     assert max(high[60:]) < 2 and max(kls[60:]) < max(kls[:20]) / 2
 
 
+def test_steps_that_drop_tokens_are_taken_back():
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.zeros(5))
+    optimizer = torch.optim.AdamW([weight], lr=1.0)
+    controller = LearningRateController(0.1)
+    controller.attach(optimizer)
+    places, kls = [weight.detach().clone()], []
+    for taken in range(44):
+        dropped = 20.0 if taken in (40, 41) else 0.0  # as if ten tokens were no longer sampled
+        kls.append(
+            controller.observe(torch.tensor([0.03 * (taken / 40) ** 2 * 10 + dropped, 10.0, 1.0, 1.0]), taken, 64)
+        )
+        weight.grad = torch.randn(5) + 1
+        optimizer.step()
+        places.append(weight.detach().clone())
+    size = (places[40] - places[39]).norm()
+    assert (places[41] - places[39]).norm() < 0.05 * size  # the weights after 39 steps
+    assert (places[42] - places[38]).norm() < 0.6 * size  # about those after 38: the last step's direction, again
+    assert kls[40] < 0.1 and controller.last_factor <= controller.ceiling
+    assert (places[43] - places[42]).norm() < size
+
+
 def test_the_kl_is_that_of_the_last_epoch():
     """Each minibatch's KL is c · (sum of factors)². Some minibatches have mostly near-certain tokens."""
     controller, used = LearningRateController(0.1, minibatches=4), []

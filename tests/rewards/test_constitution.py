@@ -14,6 +14,7 @@ from trl_ext.rewards import (
     get_repetition_penalty_reward,
     get_soft_overlong_punishment,
 )
+from trl_ext.rewards.background import runs_in_background
 
 
 def length(completions, **kwargs):
@@ -45,7 +46,7 @@ def test_a_violation_only_caps_the_score():
     reward = ConstitutionReward(length, [PatternReward(forbidden=["bad"]), PatternReward(forbidden=["z"])], cap=4.0)
     scores, logged = call(reward, "good one", "bad one!", "bad", "bad z long")
     assert scores == [8.0, 4.0, 3.0, 4.0]  # 3: a cap raises nothing
-    assert reward.__name__ == "constitution_length" and not reward.in_background
+    assert reward.__name__ == "constitution_length" and not runs_in_background(reward)
     name = "rewards/constitution_length"
     assert logged == {
         f"{name}/violations/forbidden_pattern_0": 0.75,
@@ -59,7 +60,7 @@ def test_the_judge_scores_what_keeps_the_rules_and_no_score_is_no_consent():
     judge = Judge()
     reward = ConstitutionReward(length, [PatternReward(forbidden=["bad"])], cap=0.0, judge=judge, judge_minimum=7)
     scores, logged = call(reward, "9 fine", "9 bad", "6 meh", "? who")
-    assert scores == [6.0, 0.0, 0.0, None] and reward.in_background
+    assert scores == [6.0, 0.0, 0.0, None] and runs_in_background(reward)
     assert judge.asked == [("p0", "9 fine", 0), ("p2", "6 meh", 2), ("p3", "? who", 3)]
     name = "rewards/constitution_length"
     assert logged[f"{name}/violations/judge"] == 0.5 and logged[f"{name}/unchecked"] == 0.25

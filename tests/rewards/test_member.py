@@ -12,7 +12,8 @@ from trl_ext.rewards import (
     Member,
     RewardFailed,
 )
-from trl_ext.rewards.background import Started, awaited
+from trl_ext.rewards.background import Started, awaited, runs_in_background
+from trl_ext.rewards.member import failed_rows
 
 
 class KeepsAClient:
@@ -107,4 +108,24 @@ def test_background_members_run_at_the_same_time_in_every_wrapper(kind):
         "ensemble": lambda: EnsembleReward(both),
         "constitution": lambda: ConstitutionReward(both[0], both[1:]),
     }[kind]()
-    assert reward.in_background and reward([""], ["a"]) == [1.0]
+    assert runs_in_background(reward) and reward([""], ["a"]) == [1.0]
+
+
+class Wrapper:
+    """A user's own."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def held(self):
+        return [self.inner]
+
+    def __call__(self, **kwargs):
+        return self.inner(**kwargs)
+
+
+def test_a_wrapper_is_as_what_it_says_it_holds():
+    inner = Member(raising, on_error="skip")
+    assert not runs_in_background(Wrapper(Wrapper(inner))) and runs_in_background(Wrapper(Wrapper(Meeting("a", None))))
+    assert failed_rows(Wrapper(Wrapper(inner)), [None, 1.0]) == [True, False]
+    assert failed_rows(Wrapper(raising), [None, 1.0]) == [False, False]

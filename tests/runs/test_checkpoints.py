@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from trl import SFTConfig
 
-from trl_ext.runs.checkpoints import checkpoint_to_resume, differences, fingerprint
+from trl_ext.runs.checkpoints import ResumableRun, checkpoint_to_resume, differences, fingerprint
 from trl_ext.runs.control import STOPPED, delete_stop, read_stop, write_stop
 from trl_ext.runs.saving import MARKER, delete_old, newest_complete, read_marker, write_marker
 
@@ -107,3 +107,9 @@ def test_a_stop_holds_though_its_record_cannot_be_read(tmp_path):
     assert "A monitor ended this run" in read_stop(str(tmp_path), "look")
     delete_stop(str(tmp_path))
     assert not (tmp_path / STOPPED).exists()
+
+
+def test_a_dataset_that_is_given_by_position_is_an_error():
+    """Its fingerprint would not be compared when the run resumes."""
+    with pytest.raises(TypeError, match="positional"):
+        ResumableRun("model", None, None, [{"text": "tea"}])  # arguments, collator, dataset

@@ -5,7 +5,7 @@ import pickle
 
 from tests.tiny import tiny_config
 from trl_ext.runs.redaction import HIDDEN, pickled_without_credentials, redacted
-from trl_ext.upstream.names import temporarily
+from trl_ext.upstream.statements import temporarily
 
 HF = "hf_" + "aB3dE5gH7jK9mN1pQ3sT5vX7zA9cE1gH3j"
 

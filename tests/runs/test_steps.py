@@ -5,7 +5,6 @@ from datasets import Dataset
 
 from tests.tiny import ON_CPU, tiny_llama, tiny_tokenizer
 from trl_ext.dpo import ResumableSFTTrainer, SFTConfig
-from trl_ext.runs.checkpoints import steps_of
 
 
 def make(folder, rows=13, **kwargs):
@@ -31,6 +30,6 @@ def test_steps_with_dataloader_drop_last(tmp_path):
 
 
 def check_steps(trainer, steps):
-    assert steps_of(trainer) == steps
+    assert trainer._steps() == steps
     trainer.train()
     assert trainer.state.max_steps == trainer.state.global_step == steps

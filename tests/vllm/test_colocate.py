@@ -169,7 +169,7 @@ def test_a_completion_ends_by_any_eos_or_at_the_limit(make):
     ends = {2, 9, 11}
     last, sampled = set(), 0
     for rollout in seen:
-        for ids, length, ended in zip(rollout.completion_ids, rollout.lengths.int(), rollout.ended, strict=True):
+        for ids, length, ended in zip(rollout.completion_ids, rollout.lengths.int(), rollout.finished, strict=True):
             answer = ids[:length].tolist()
             assert not ends & {*answer[:-1]} and (answer[-1] in ends) == bool(ended)
             assert ended or length == trainer.max_completion_length

@@ -110,7 +110,7 @@ def test_log_probs_follow_the_weights(make, by_file, server, capfd):
     for rollout in seen:
         pairs = rollout.prompt_ids.view(4, 2, -1)
         assert (pairs[:, 0] == pairs[:, 1]).all()
-        for ids, length, ended in zip(rollout.completion_ids, rollout.lengths.int(), rollout.ended, strict=True):
+        for ids, length, ended in zip(rollout.completion_ids, rollout.lengths.int(), rollout.finished, strict=True):
             assert not {2, 9} & {*ids[: length - 1].tolist()} and (ids[length - 1].item() in (2, 9)) == bool(ended)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
-from tests.evaluation.test_texts import corpus
+from tests.evaluation.test_words import corpus
 from trl_ext import load_dataset_split
 from trl_ext.workbench.reports import PromptSet, divide, examine_prompts, left_out
 from trl_ext.workbench.reports.prompts import main, write_rows

@@ -10,12 +10,12 @@ from typing import Any
 from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
-from ..evaluation.texts import words_of
+from ..evaluation.words import words_of
 from ..models import answer_rows, context_of, eos_token_ids, prompt_token_ids, sample
 from ..rewards.background import awaited
-from ..rewards.texts import text_of
-from ..rewards.watches import CompletionLog, RepetitionWatch, numbers_of
-from ..runs.files import JSONLWriter, from_first, on_first
+from ..rewards.completions import record_completions, text_of
+from ..rewards.watches import RepetitionWatch, numbers_of
+from ..runs.files import append_jsonl, from_first, on_first
 from ..upstream.names import unwrap_model_for_generation
 from .metrics import metrics_of
 from .monitor import Finding, MonitorCallback, error_of_mean, number_of_rows, spread_key
@@ -99,7 +99,6 @@ class AnswersCallback(TrainerCallback):
     prompts: list[Any]
 
     def __post_init__(self) -> None:
-        self._completion_log = CompletionLog()
         self._step = -1
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -110,10 +109,11 @@ class AnswersCallback(TrainerCallback):
         if self._step == state.global_step:  # the end of training, just after an evaluation
             return
         self._step = state.global_step
-        given = generate_completions(self.trainer, self.prompts, max_new_tokens=128)
+        answered = generate_completions(self.trainer, self.prompts, max_new_tokens=128)
         if state.is_world_process_zero:
-            nothing: list[dict[str, Any]] = [{} for _ in self.prompts]
-            self._completion_log.write_rows(self.prompts, given["completions"], nothing, state, state.global_step)
+            no_scores: list[dict[str, Any]] = [{} for _ in self.prompts]
+            folder = getattr(state, "trl_ext_folder", None)
+            record_completions(folder, self.prompts, answered["completions"], no_scores, state.global_step)
 
     on_train_end = on_evaluate
 
@@ -217,14 +217,14 @@ class GoldGapCallback(MonitorCallback):
         # Of a win's variance, 1/4 or less, 1/6 is of the completions now. The prompts and the start policy's
         # completions, which all evaluations share, may make up all of it, so that no number of evaluations lessens
         # their part. At a win rate of one half a tie adds no variance, as in a sign test
-        own = None
+        error = None
         shared = 0.0
         if rows is not None:
             ties = self._number("eval_gold/tie_rate", metrics) or 0.0
             decided = max(1 - ties, abs(2 * self.win_rate - 1))
-            own = math.sqrt(decided / (6 * rows))
+            error = math.sqrt(decided / (6 * rows))
             shared = 0.5 * math.sqrt(decided / rows)
-        rates = self.follow("win_rate", self._number("eval_gold/win_rate", metrics), error=own)
+        rates = self.follow("win_rate", self._number("eval_gold/win_rate", metrics), error=error)
         if found := rates.below(plus=self.win_rate, error=shared):
             advice = "Go back to the checkpoint with the best gold score."
             yield Finding("completions lose against those of the start policy", advice, *found[:2], 0.5)
@@ -305,13 +305,13 @@ class CanaryCallback(MonitorCallback):
         self._last = time.monotonic()
         columns = generate_completions(self.trainer, self.prompts, self.max_new_tokens)
         try:
-            found = [*self._compare(on_first(self._measure, columns))]
+            findings = [*self._compare(on_first(self._measure, columns))]
         except Exception as error:  # of the judge, such as one that gives no score: training continues
-            found = self._note(
+            findings = self._note(
                 "the canary's completions were not compared",
                 f"{error!r}. Training continues; the next completions will be compared.",
             )
-        self._handle(found, state, control)
+        self._handle(findings, state, control)
 
     def _compare(self, now: dict[str, float]) -> Iterator[Finding]:
         """Yield a finding for each number in `now`, from `_measure`, that differs too much from the first ones."""
@@ -342,5 +342,5 @@ class CanaryCallback(MonitorCallback):
             scores = [score for score in numbers_of(awaited(self.judge(**columns))) if score is not None]
             measured |= {"score": fmean(scores), "sigma": pstdev(scores)}
         rows = [{"step": self.step, "prompt": p, "answer": a} for p, a in zip(self.prompts, texts, strict=True)]
-        JSONLWriter(f"{self._args.output_dir}/canary.jsonl").write(*rows)
+        append_jsonl(f"{self._args.output_dir}/canary.jsonl", *rows)
         return measured

@@ -127,15 +127,15 @@ class ConsoleCallback(ProgressCallback):
         if not state.is_world_process_zero or logs is None:
             return
         numbers = numbers_in(logs)
-        known = metrics_of(args)
-        keys = {head: known[name].key for head, name in COLUMNS.items() if name in known}
-        keys |= {head: name for head, name in COLUMNS.items() if name in _TRAINER_KEYS or not known}
+        metrics = metrics_of(args)
+        keys = {head: metrics[name].key for head, name in COLUMNS.items() if name in metrics}
+        keys |= {head: name for head, name in COLUMNS.items() if name in _TRAINER_KEYS or not metrics}
 
         def row(prefix: str = "") -> dict[str, float]:
             return {head: numbers[prefix + key] for head, key in keys.items() if prefix + key in numbers}
 
         prefix = next((key.removesuffix("runtime") for key in logs if key.endswith("_runtime")), "eval_")
-        unit = known["kl"].unit if "kl" in known else ""
+        unit = metrics["kl"].unit if "kl" in metrics else ""
         self._kl = {"nats per completion": "KL/compl", "nats per token": "KL/tok"}.get(unit, "KL")
         if "train_runtime" in logs:
             self._write(f"done   step {state.global_step} of {state.max_steps}, {_shown(numbers['train_runtime'])} s")
@@ -146,8 +146,8 @@ class ConsoleCallback(ProgressCallback):
                 numbers["seconds"] = sum(self._seconds) / len(self._seconds)
             self._seconds = []
             self._row("train", state, row())
-        elif own := [f"{key} {_shown(number)}" for key, number in numbers.items() if key != "epoch"]:  # a script's
-            self._write(f"log    {', '.join(own)}")
+        elif others := [f"{key} {_shown(number)}" for key, number in numbers.items() if key != "epoch"]:  # a script's
+            self._write(f"log    {', '.join(others)}")
 
     def _row(self, kind: str, state: Any, values: dict[str, float]) -> None:
         """Write a row of `values`, numbers by heading, that begins with `kind`, such as `train`; no empty row."""

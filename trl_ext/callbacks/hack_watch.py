@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from transformers import DefaultFlowCallback
 
-from ..data.texts import repeated_calls
+from ..data.messages import repeated_calls
 from ..evaluation.attribution import Attribution, Sums, features_of, reward_attribution
 from ..functional import spent_level, student_quantile
-from ..rewards.texts import text_of
+from ..rewards.completions import text_of
 from ..runs.files import PRIVATE_FOLDER, finite, write_text
 from .metrics import is_training_log, rollout_steps
 from .monitor import Finding, MonitorCallback, error_of_mean, number_of_rows, spread_key
@@ -105,52 +105,52 @@ class HackWatch(MonitorCallback):
         kept = np.flatnonzero(np.isfinite(values)).tolist()
         if not kept:
             return
+        values = values[kept].tolist()
         asked = [text_of(prompts[at]) for at in kept]
         texts = [text_of(completions[at]) for at in kept]
-        rows = features_of(asked, texts, [repeated_calls(completions[at]) for at in kept])
+        features = features_of(asked, texts, [repeated_calls(completions[at]) for at in kept])
         sums = Sums(self.memory.get("sums"))
-        sums.add(rows, values[kept].tolist(), asked)
-        found = reward_attribution(sums, self.expected)
+        sums.add(features, values, asked)
+        attribution = reward_attribution(sums, self.expected)
         parts = dict.fromkeys(self.memory.get("parts", ()), 0.0)
         self.memory |= {"sums": sums.dump(), "risk": 0.0, "rise": 0.0, "parts": parts}
         self._shown = {}
-        noise = student_quantile(spent_level(sums.rollouts, ALPHA), math.inf) * found.error
-        if sums.begin == sums.count or found.rise <= noise:
+        noise = student_quantile(spent_level(sums.rollouts, ALPHA), math.inf) * attribution.error
+        if sums.begin == sums.count or attribution.rise <= noise:
             return
+        for feature in attribution.paid:
+            name = f"attribution/{feature.kind}"
+            parts[name] = parts.get(name, 0.0) + feature.part
         bad = [
-            each
-            for each in found.paid
-            if each.is_bad
-            and (each.kind != "phrase" or each.now >= self.spread)
-            and (each.kind != "character" or each.part >= _REPORTED)
+            feature
+            for feature in attribution.paid
+            if feature.is_bad
+            and (feature.kind != "phrase" or feature.now >= self.spread)
+            and (feature.kind != "character" or feature.part >= _REPORTED)
         ]
-        bound = sum(each.paid for each in bad) - _ERRORS * math.hypot(*(each.error for each in bad))
-        self.memory["risk"] = min(max(bound / found.rise, 0.0), 1.0)
-        self.memory["rise"] = found.rise / (found.sigma or 1.0)
-        self.memory["reasons"] = [each.in_words(found.sigma) for each in bad]
-        self._show(found, list(zip(rows, texts, values[kept].tolist(), strict=True)))
+        bound = sum(feature.paid for feature in bad) - _ERRORS * math.hypot(*(feature.error for feature in bad))
+        self.memory["risk"] = min(max(bound / attribution.rise, 0.0), 1.0)
+        self.memory["rise"] = attribution.rise / (attribution.sigma or 1.0)
+        self.memory["reasons"] = [feature.in_words(attribution.sigma) for feature in bad]
+        self._show(attribution, list(zip(features, texts, values, strict=True)))
 
-    def _show(self, found: Attribution, completions: list[tuple[dict[str, float], str, float]]) -> None:
-        """Keep what the logs and the page show of `found`. `completions`: the features, text and score of each."""
-        for each in found.paid:
-            name = f"attribution/{each.kind}"
-            parts = self.memory["parts"]
-            parts[name] = parts.get(name, 0.0) + each.part
+    def _show(self, attribution: Attribution, completions: list[tuple[dict[str, float], str, float]]) -> None:
+        """Keep what the page shows, and note what is new. `completions`: the features, text and score of each."""
         self._shown = {"rise": self.memory["rise"], "paid": []}
-        for each in found.paid[:3]:
-            words = each.in_words(found.sigma)
-            what = f"the reward pays for {'less of ' * (each.effect < 0)}{each.what}"
-            is_new = not each.is_expected and what not in self.memory.get("raised", {})
-            if is_new and each.part >= _REPORTED and each.paid > _ERRORS * each.error:
+        for feature in attribution.paid[:3]:
+            words = feature.in_words(attribution.sigma)
+            what = f"the reward pays for {'less of ' * (feature.effect < 0)}{feature.what}"
+            is_new = not feature.is_expected and what not in self.memory.get("raised", {})
+            if is_new and feature.part >= _REPORTED and feature.paid > _ERRORS * feature.error:
                 self._note(what, f"{words}.")
-            curve = self.memory.setdefault("curves", {}).setdefault(each.name, [[0, each.first]])
-            curve.append([self.step, each.now])
+            curve = self.memory.setdefault("curves", {}).setdefault(feature.name, [[0, feature.first]])
+            curve.append([self.step, feature.now])
             # Completions with most of what is paid for; of equals, those that score highest
-            ordered = sorted(completions, key=lambda row: (each.effect * row[0].get(each.name, 0), row[2]))
+            ordered = sorted(completions, key=lambda row: (feature.effect * row[0].get(feature.name, 0), row[2]))
             best = ordered[:-3:-1]
             examples = [{"completion": text[:_LETTERS], "score": score} for _, text, score in best]
-            shown = {"what": each.what, "is_share": each.is_share, "words": words, "examples": examples}
-            self._shown["paid"].append(asdict(each) | shown | {"curve": curve})
+            shown = {"what": feature.what, "is_share": feature.is_share, "words": words, "examples": examples}
+            self._shown["paid"].append(asdict(feature) | shown | {"curve": curve})
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         super().on_log(args, state, control, logs=logs, **kwargs)

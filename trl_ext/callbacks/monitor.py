@@ -24,7 +24,7 @@ from ..runs.control import (
     saving_forbidden,
     write_stop,
 )
-from ..runs.files import REGISTRY, RUNBOOK, JSONLWriter, finite, from_first, on_first
+from ..runs.files import REGISTRY, RUNBOOK, append_jsonl, finite, from_first, on_first
 from ..runs.redaction import redacted
 from .metrics import Metric, completions_in_log, is_training_log, metrics_of, numbers_in, rollout_steps
 from .trend import Series
@@ -102,7 +102,7 @@ def send_to(name: str, alert: Alert, args: Any) -> None:
             logger.warning(str(alert), extra={"alert_level": alert.level})
         case "jsonl":
             row = {"timestamp": time.time(), "type": "alert", **asdict(alert)}
-            JSONLWriter(f"{args.output_dir}/alerts.jsonl").write(row)
+            append_jsonl(f"{args.output_dir}/alerts.jsonl", row)
         case "wandb":
             import wandb
 
@@ -248,13 +248,13 @@ class MonitorCallback(TrainerCallback):
         self._is_training = True
         self._owes_save = False
         plain = (str, int, float, list, tuple, dict, type(None))
-        given = {}
-        for each in fields(self):
-            value = getattr(self, each.name)
+        arguments = {}
+        for argument in fields(self):
+            value = getattr(self, argument.name)
             if isinstance(value, plain):
-                given[each.name] = value
+                arguments[argument.name] = value
         # The registry holds the memory itself, not a copy, so that each checkpoint saves it as it is by then
-        registry[name] = {"args": redacted(finite(given)), "attributes": {"memory": self.memory}}
+        registry[name] = {"args": redacted(finite(arguments)), "attributes": {"memory": self.memory}}
         self._begin(args, state, {})
         if self.action in ("raise_kl", "lower_rate") and "episodes" not in self._known:
             self._note(f"`{self.action}` has no effect: only PPOTrainer does this", "Choose another action.")
@@ -435,7 +435,7 @@ class MonitorCallback(TrainerCallback):
         return {"logs": logs, "size": max(1, math.ceil(steps / (logs * self._logging_steps)))}
 
     @property
-    def answers(self) -> float | None:
+    def completions_per_log(self) -> float | None:
         """Return how many completions a log measures, those of one prompt counted as one; None if unknown."""
         return completions_in_log(self._args, self._logging_steps)
 
@@ -446,15 +446,15 @@ class MonitorCallback(TrainerCallback):
         """
         metric = self._known.get(quantity)
         spread = self._logs.get(metric.std) if metric and metric.std and quantity not in self.keys else None
-        return error_of_mean(spread, self.answers)
+        return error_of_mean(spread, self.completions_per_log)
 
     # ---- Acting ----
 
     def _handle(self, findings: Iterable[Finding], state: Any, control: Any) -> None:
         """Raise an alert for each finding, and take the monitor's action."""
-        found, self._notes = [*findings, *self._notes], []  # reading the findings may add notes
+        findings, self._notes = [*findings, *self._notes], []  # reading the findings may add notes
         raised = self.memory.setdefault("raised", {})
-        for finding in found:
+        for finding in findings:
             # An action that ends a run has nothing to end outside of training
             action: Action = self.action if finding.acts and self._is_training else "warn"
             is_due = self.step - raised.get(finding.what, -math.inf) >= self.repeat_steps

@@ -92,7 +92,7 @@ class ClipFractionCallback(MonitorCallback):
 
     def watch(self, logs):
         value = self.read("clip_fraction")
-        shares = self.follow("clip_fraction", value, **self.windows(self.steps), answers=self.answers)
+        shares = self.follow("clip_fraction", value, **self.windows(self.steps), count=self.completions_per_log)
         if found := shares.above(plus=self.limit):
             advice = (
                 "Steps are too large: make fewer passes over a rollout, or lower `step_kl_target` (if it is 0, "
@@ -178,7 +178,7 @@ class CutOffCallback(MonitorCallback):
 
     def watch(self, logs):
         value = self.read("length_clipped")
-        cuts = self.follow("length_clipped", value, size=self.rollouts, answers=self.answers)
+        cuts = self.follow("length_clipped", value, size=self.rollouts, count=self.completions_per_log)
         if found := cuts.above(plus=self.limit):
             advice = (
                 "Look at how completions end: where the model writes another token than EOS, set `stop_token_id` to "
@@ -218,7 +218,7 @@ class ValueHealthCallback(MonitorCallback):
         if explained is not None and self.memory["warm_up"] > self.rollouts:
             # The unexplained part is a ratio of variances, and the standard error of its logarithm is known
             left = math.log(max(1 - explained, 1e-9))
-            completions = self.answers or 0
+            completions = self.completions_per_log or 0
             noise: dict[str, Any] = {"error": unexplained_error(completions)} if completions > 1 else {}
             rest = self.follow("explained_variance", left, size=self.rollouts, **noise)
             found = rest.above(plus=math.log(1 - self.explained_variance))
@@ -324,7 +324,7 @@ class RepetitionCallback(MonitorCallback):
     def watch(self, logs):
         def share(name: str, key: str | None, first: int = self.rollouts) -> Series:
             value = self.read(name, key, optional=name != "phrase")
-            return self.follow(name, value, first=first, answers=self.answers)
+            return self.follow(name, value, first=first, count=self.completions_per_log)
 
         advice = (
             "Read the completions and the phrase in `completions.rank*.jsonl`, and change a reward that favours them."
@@ -372,8 +372,8 @@ class ToolAbuseCallback(MonitorCallback):
         calls = self.read("tools", "tools/call_frequency")
         if not calls:  # without calls there is no share, though a trainer may log 0
             return
-        episodes = None if self.answers is None else self.answers * min(calls, 1.0)
-        share = partial(self.follow, first=self.rollouts, answers=episodes, is_clustered=True)
+        episodes = None if self.completions_per_log is None else self.completions_per_log * min(calls, 1.0)
+        share = partial(self.follow, first=self.rollouts, count=episodes, is_clustered=True)
         failed = share("failed", self.read("failed", "tools/failure_frequency", optional=True))
         repeated = share("repeated", self.read("repeated", "tools/repeated_frequency", optional=True))
         advice = "Read the episodes in `completions.rank*.jsonl`:"
@@ -418,8 +418,8 @@ class ScoreFallCallback(MonitorCallback):
         spread = self.read("reward_std", optional=True)
         sigma = self.memory["sigma"] = self.memory.get("sigma") or spread or 0.0
         # A few equal scores are not known exactly
-        noise = error_of_mean(spread or sigma or None, self.answers)
-        first = min(16, max(2, math.ceil(self.baseline / (self.answers or 64))))
+        noise = error_of_mean(spread or sigma or None, self.completions_per_log)
+        first = min(16, max(2, math.ceil(self.baseline / (self.completions_per_log or 64))))
         start = self.follow("the start", score, first=first, **noise)
         best, _ = self.follow_best("its best", score, first=first, **noise)
         for since, scores in (("the start", start), ("its best", best)):
@@ -428,7 +428,8 @@ class ScoreFallCallback(MonitorCallback):
                 break
         length = self.read("length", optional=True)
         calls = self._number("tools/call_frequency", logs)
-        of_calls = error_of_mean(math.sqrt(calls or 0.0), self.answers)  # their number varies as that of rare events
+        # The number of calls varies as that of rare events
+        of_calls = error_of_mean(math.sqrt(calls or 0.0), self.completions_per_log)
         for what, value, noise in (
             ("completions end at once", length, self.noise("length")),
             ("the agent calls tools no more", calls, of_calls),
@@ -471,7 +472,7 @@ class RewardDriftCallback(MonitorCallback):
         mean = self.read("reward")
         std = self.read("reward_std", optional=True)
         for key in filter(re.compile("score_watch/.+/share_above").fullmatch, logs):
-            share = self.follow(key, self._number(key, logs), answers=self.answers)
+            share = self.follow(key, self._number(key, logs), count=self.completions_per_log)
             if found := share.above(plus=self.share_above):
                 advice = "Many scores are near the highest one: look at what these completions have in common."
                 yield Finding(f"`{key}` is high", advice, *found, acts=False)
@@ -507,7 +508,7 @@ class RewardDriftCallback(MonitorCallback):
             yield Finding(f"the reward fell by {self.drop_sigmas:g} σ", advice, *fallen[:2], start)
         if std is None:
             return
-        completions = self.answers
+        completions = self.completions_per_log
         least = self.std * sigma
         noise: dict[str, Any] = {}
         if completions is not None:
@@ -533,7 +534,7 @@ def load_monitors(entries: Sequence[str | dict[str, Any]] | None) -> list[Traine
     """
     import trl_ext.callbacks as package
 
-    from ..rewards.loading import name_and_arguments  # imports TRL
+    from ..rewards.from_yaml import name_and_arguments  # imports TRL
 
     known = {name: getattr(package, name) for name in package.__all__ if name.endswith(("Callback", "Watch"))}
     known["EarlyStoppingCallback"] = EarlyStoppingCallback

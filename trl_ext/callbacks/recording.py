@@ -14,8 +14,8 @@ from transformers import TrainerCallback
 from transformers.utils.logging import get_logger
 
 from ..data import first_prompts, save_trained_prompts
-from ..rewards.watches import CompletionLog
-from ..runs.files import PRIVATE_FOLDER, REGISTRY, JSONLWriter, from_first, whole_file, without_nan
+from ..rewards.completions import record_completions
+from ..runs.files import PRIVATE_FOLDER, REGISTRY, append_jsonl, finite, from_first, whole_file
 from ..runs.redaction import redacted
 from ..upstream.packages import need
 from .answers import AnswersCallback
@@ -61,15 +61,15 @@ class JSONLCallback(TrainerCallback):
     every_process: bool = True
 
     def __post_init__(self) -> None:
-        self._writer: JSONLWriter | None = None
+        self._file: Path | None = None
         self._introduced = False  # also for a run that is complete, and is only evaluated
         self._tokens: tuple[float, float] | None = None
 
     def on_train_begin(self, args, state, control, **kwargs):
         folder = self.folder or (Path(args.output_dir) / PRIVATE_FOLDER if args.push_to_hub else args.output_dir)
-        state.trl_ext_folder = str(folder)  # for `CompletionLog`; not one of the fields that checkpoints keep
-        if self._writer is None and (self.every_process or state.is_world_process_zero):
-            self._writer = JSONLWriter(Path(folder) / f"metrics.rank{PartialState().process_index}.jsonl")
+        state.trl_ext_folder = str(folder)  # where completions are recorded; no field that checkpoints keep
+        if self.every_process or state.is_world_process_zero:
+            self._file = Path(folder) / f"metrics.rank{PartialState().process_index}.jsonl"
         self._introduced, self._tokens = False, None  # tokens so far, and the time in seconds
         run = state.stateful_callbacks.setdefault("trl_ext_run", {"id": from_first(uuid.uuid4().hex[:12])})
         config = {"config": redacted(args.to_dict()), "config_class": type(args).__name__}
@@ -107,9 +107,9 @@ class JSONLCallback(TrainerCallback):
         self._event("save", state)
 
     def _event(self, kind: str, state: Any, **values: Any) -> None:
-        if self._writer is not None:
+        if self._file is not None:
             head = {"timestamp": time.time(), "rank": PartialState().process_index, "step": state.global_step}
-            self._writer.write({**head, "type": kind, **values})
+            append_jsonl(self._file, {**head, "type": kind, **values})
 
 
 @dataclass(eq=False, kw_only=True)
@@ -142,9 +142,10 @@ class SamplesCallback(TrainerCallback):
         table = self.trainer._logs
         scores = {name: first(column) for name, column in table["rewards"].items()}
         by_row = zip(*scores.values(), strict=True)
-        rows = without_nan([dict(zip(scores, row, strict=True)) for row in by_row])
+        rows = finite([dict(zip(scores, row, strict=True)) for row in by_row], nan_as_null=True)
         step = state.global_step - 1
-        CompletionLog().write_rows(first(table["prompt"]), first(table["completion"]), rows, state, step)
+        folder = getattr(state, "trl_ext_folder", None)
+        record_completions(folder, first(table["prompt"]), first(table["completion"]), rows, step)
 
 
 # ---- Exports ----
@@ -200,9 +201,9 @@ class PrometheusCallback(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         numbers = numbers_in(logs or {})
         alerts = alerts_of(state)
-        known = metrics_of(args) if is_training_log(numbers) else {}
+        metrics = metrics_of(args) if is_training_log(numbers) else {}
         self._gauge("step", "optimizer steps").set(state.global_step)
-        for name, metric in known.items():
+        for name, metric in metrics.items():
             if metric.key in numbers:
                 self._gauge(name, metric.unit).set(numbers[metric.key])
         for key, number in numbers.items():
@@ -319,19 +320,19 @@ def record_run(trainer: Any, samples: bool = False) -> None:
         samples: whether to keep some completions of each rollout, too; for PPOTrainer, GRPOTrainer and RLOOTrainer.
     """
 
-    def own(kind: type) -> Any:
-        return next((each for each in trainer.callback_handler.callbacks if isinstance(each, kind)), None)
+    def attached(kind: type) -> Any:
+        return next((callback for callback in trainer.callback_handler.callbacks if isinstance(callback, kind)), None)
 
-    if own(JSONLCallback) is None:
+    if attached(JSONLCallback) is None:
         trainer.add_callback(JSONLCallback(every_process=False))
-        if own(AnswersCallback) is not None:  # when training begins, it needs the folder
+        if attached(AnswersCallback) is not None:  # when training begins, it needs the folder
             trainer.add_callback(trainer.pop_callback(AnswersCallback))
-    recorder = own(JSONLCallback)
-    if samples and own(SamplesCallback) is None:
+    recorder = attached(JSONLCallback)
+    if samples and attached(SamplesCallback) is None:
         trainer.add_callback(SamplesCallback(trainer=trainer))
-    if (count := getattr(trainer.args, "record_answers", 0)) and own(AnswersCallback) is None:
-        given = (getattr(trainer, name, None) for name in ("given_eval_rows", "given_rows"))
-        rows = next(filter(None, given), None)  # as they were before they were tokenized
+    if (count := getattr(trainer.args, "record_answers", 0)) and attached(AnswersCallback) is None:
+        # As they were before they were tokenized
+        rows = getattr(trainer, "given_eval_rows", None) or getattr(trainer, "given_rows", None)
         if isinstance(rows, dict):
             rows = next(iter(rows.values()))
         if prompts := first_prompts(rows, count):
@@ -342,7 +343,7 @@ def record_run(trainer: Any, samples: bool = False) -> None:
                 "`messages`, or set `record_answers` to 0."
             )
     # The page is of the output directory: a run that records elsewhere has none
-    if recorder.folder is None and own(ReportCallback) is None:
+    if recorder.folder is None and attached(ReportCallback) is None:
         rows = getattr(trainer, "given_rows", None)
         rows = getattr(trainer, "train_dataset", None) if rows is None else rows
         trainer.add_callback(ReportCallback(rows, getattr(trainer, "start_path", None)))

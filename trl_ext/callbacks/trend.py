@@ -53,7 +53,7 @@ class Series:
         value: float,
         error: float | None = None,
         dof: float = math.inf,
-        answers: float | None = None,
+        count: float | None = None,
         is_clustered: bool = False,
     ) -> None:
         """
@@ -63,7 +63,7 @@ class Series:
             value: the mean of the quantity in one log, or in the logs of one rollout.
             error: its standard error; None if it is not known.
             dof: the degrees of freedom of `error`.
-            answers: number of completions that `value` is averaged over, if each completion's number is in [0, 1]. It
+            count: number of completions that `value` is averaged over, if each completion's number is in [0, 1]. It
                 is given in place of `error`, which is then computed.
             is_clustered: whether these completions may depend on each other. If so, the error is also estimated from
                 the scatter of earlier values, and the larger of the two errors is used.
@@ -73,8 +73,8 @@ class Series:
         last = self.memory["last"]
         first = self.memory["first"]
         wanted = self.wanted
-        if error is None and answers is not None:
-            error = share_error(value, answers)
+        if error is None and count is not None:
+            error = share_error(value, count)
         variance = (error or 0.0) ** 2
         squared_step = (value - last[-1][0]) ** 2 if last else 0.0
         memory["count"] += 1
@@ -82,7 +82,7 @@ class Series:
         memory["is_known"] &= error is not None
         memory["variance"] += variance
         memory["dof"] += min(dof, 1e9)
-        last.append([value, squared_step, variance, answers])
+        last.append([value, squared_step, variance, count])
         del last[: -(self.size * 2 ** (DOUBLINGS - 1))]
         if 0 < len(first) < wanted:
             self.wanted = len(first)

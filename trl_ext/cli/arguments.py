@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from trl import ModelConfig, ScriptArguments
 
 from ..runs.settings import check_settings, setting
-from ..upstream.names import refuse
+from ..upstream.statements import refuse
 from .parser import StrictTrlParser, entry_of
 
 

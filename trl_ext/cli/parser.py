@@ -182,7 +182,9 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescrip
 _formatter = partial(_HelpFormatter, width=120, max_help_position=8)
 
 
-def carried_out(kind: Any, doc: str | None, run: Callable[[Any], Any], arguments: list[str] | None) -> tuple[Any, Any]:
+def parse_and_run(
+    kind: Any, doc: str | None, run: Callable[[Any], Any], arguments: list[str] | None
+) -> tuple[Any, Any]:
     """
     Parse a command line, run the command while its output folder is locked, and return the options and the result.
 

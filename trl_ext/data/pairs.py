@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from datasets import Dataset
 
-from .texts import has_content, is_text, one_form, rows_of, say
+from .messages import has_content, is_text, one_form, rows_of, say
 
 # Columns that a batch may have besides TRL's own. They are taken out again, since TRL would pass them to the model
 PAIR_COLUMNS = ("margin", "confidence", "weight", "source")

@@ -10,9 +10,9 @@ import numpy as np
 import xxhash
 from datasets import Dataset
 
-from ..evaluation.texts import normalised
+from ..evaluation.words import normalised
 from ..runs.files import PRIVATE_FOLDER, whole_file
-from .texts import content_of, is_messages, is_text, without_system
+from .messages import content_of, is_messages, is_text, without_system
 
 TRAINED_PAIRS = "trained_pairs.npz"
 TRAINED_PROMPTS = "trained_prompts.npy"

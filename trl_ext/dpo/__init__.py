@@ -1,3 +1,5 @@
+"""Train on rows of a dataset: DPO, and TRL's SFT and reward trainers as runs that are recorded and resume exactly."""
+
 from ..upstream import quiet
 
 quiet()  # before the imports below: some libraries print remarks when they are imported

@@ -14,7 +14,7 @@ from ..runs.settings import (
     resolve_for_device,
     setting,
 )
-from ..upstream.names import refuse
+from ..upstream.statements import refuse
 
 WITHOUT_BETA = {"sft"}
 # Losses that depend on β and the pair's log-ratio margin Δ by their product alone

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.trainer_utils import has_length
 
 from ..functional import empty_moments, merge_moments
-from ..upstream.names import temporarily
+from ..upstream.statements import temporarily
 
 
 class RowMeans:

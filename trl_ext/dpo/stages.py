@@ -22,7 +22,8 @@ from ..models.weights import check_pad_token, context_of
 from ..runs.checkpoints import ResumableRun
 from ..runs.redaction import HidesCredentials
 from ..runs.settings import AnswersSettings, SavingSettings, documented, resolve_for_device, setting
-from ..upstream.names import is_conversational, temporarily
+from ..upstream.names import is_conversational
+from ..upstream.statements import temporarily
 from .row_means import RowMeans
 
 

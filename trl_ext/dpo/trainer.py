@@ -24,7 +24,8 @@ from ..functional import (
 )
 from ..models.generation import check_savable
 from ..models.weights import check_tokenizer, keep_4bit_layout, unpatched_copy, weights_identity
-from ..upstream.names import check_contract, get_config_model_id, is_deepspeed_zero3_enabled, temporarily
+from ..upstream.names import check_contract, get_config_model_id, is_deepspeed_zero3_enabled
+from ..upstream.statements import temporarily
 from .config import DPOConfig
 from .controllers import DriftController, MarginNormalizer, Pairs
 from .stages import RecordedRun, checked

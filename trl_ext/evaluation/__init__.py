@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from .attribution import *
     from .probes import *
     from .reward_model import *
-    from .texts import *
+    from .words import *
 else:
     __getattr__, __dir__, __all__ = lazily(
         __name__,
@@ -21,6 +21,6 @@ else:
                 accuracy_by_group accuracy_by_length_gap accuracy_interval best_of_n_report bootstrap_interval
                 calibration_error calibration_error_by_chance ensemble_report fit_temperature length_bias
                 pairwise_accuracy ranking_report reliability_bins reward_model_report wilson_interval""",
-            ".texts": "Duplicates Unit copied_shares corpus_ngrams find_duplicates main_script normalised words_of",
+            ".words": "Duplicates Unit copied_shares corpus_ngrams find_duplicates main_script normalised words_of",
         },
     )

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .texts import words_of
+from .words import words_of
 
 # Feature of every completion → its unit; "" for a feature that is reported as the share of completions that have it
 FIXED = {
@@ -158,9 +158,9 @@ class Sums:
         centred = x - (means[group] if is_within else x.mean(0))
         self.gram += centred.T @ centred
         self.free += len(x) - (len(size) if is_within else 1)
-        self.rollouts = self.rollouts + 1
-        self.count = self.count + len(x)
-        self.groups = self.groups + len(size)
+        self.rollouts += 1
+        self.count += len(x)
+        self.groups += len(size)
 
     def _track(
         self,

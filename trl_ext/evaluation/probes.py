@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .reward_model import bootstrap_interval
-from .texts import UNSPACED
+from .words import UNSPACED
 
 WORD = regex.compile(rf"[{UNSPACED}]\p{{M}}*|[^\W{UNSPACED}]+(?:['’][^\W{UNSPACED}]+)*|[^\w\s]")
 _SENTENCE = regex.compile(r"[^\p{Sentence_Terminal}…\n]*(?:\p{Sentence_Terminal}|…)*")

@@ -11,7 +11,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .kl import k2
 from .masking import check_shapes
 from .statistics import variance
 
@@ -93,23 +92,6 @@ def value_loss(
     clipped_values = torch.clamp(values, old_values - cliprange_value, old_values + cliprange_value)
     clipped_loss = 0.5 * (clipped_values - returns).square()
     return torch.maximum(loss, clipped_loss), clipped_loss > loss
-
-
-def approx_kl(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """Approximate KL(old || new) per token, from the sampling policy to the trained one: (logp - logp_old)^2 / 2.
-
-    This is the k2 of Schulman 2020, http://joschu.net/blog/kl-approx.html. Its mean is TRL 1.12's
-    `policy/approxkl_avg`.
-
-    Args:
-        logprobs: (B, T), nats, under the policy being trained.
-        old_logprobs: (B, T), nats, under the policy that sampled.
-
-    Returns:
-        (B, T), nats.
-    """
-    check_shapes(logprobs=logprobs, old_logprobs=old_logprobs)
-    return k2(logprobs, old_logprobs)
 
 
 def importance_weights(

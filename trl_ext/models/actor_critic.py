@@ -145,15 +145,15 @@ def _values(
     head: Any,
     input_ids: Tensor,  # (K, C), and so is the mask
     attention_mask: Tensor | None,
-    places: Tensor | None,  # (N,) indices from 0 to K · C − 1; None for all
+    predicts: Tensor | None,  # (N,) indices from 0 to K · C − 1; None for all
     **positions: Tensor,  # `position_ids`, if the backbone takes them
 ) -> Tensor:
-    """Return the (K, C) values of the states after each token of K rows, or the (N,) values at `places`."""
+    """Return the (K, C) values of the states after each token of K rows, or the (N,) values at `predicts`."""
     hidden_states = backbone(
         input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **positions
     ).last_hidden_state
-    if places is not None:
-        hidden_states = hidden_states.flatten(0, 1)[places]
+    if predicts is not None:
+        hidden_states = hidden_states.flatten(0, 1)[predicts]
     # An adapter's head is in float32, whatever the base's dtype
     return head(hidden_states.to(head.weight.dtype)).squeeze(-1).float()
 
@@ -297,7 +297,7 @@ class ActorCritic(nn.Module):
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        places: Tensor | None = None,
+        predicts: Tensor | None = None,
     ) -> Tensor:
         """
         Return the critic's value of the state after each token. The critic reads an id beyond its vocabulary as its
@@ -306,10 +306,10 @@ class ActorCritic(nn.Module):
         Args:
             input_ids, attention_mask: (K, C), K rows of C tokens.
             position_ids: (K, C); None counts positions from the mask.
-            places: (N,), indices, from 0 to K · C − 1, of the tokens to return values for; None for all tokens.
+            predicts: (N,), indices, from 0 to K · C − 1, of the tokens to return values for; None for all tokens.
 
         Returns:
-            (K, C), or with `places` (N,), score units.
+            (K, C), or with `predicts` (N,), score units.
         """
         if self.shares_base:
             backbone = self.critic.backbone
@@ -320,7 +320,7 @@ class ActorCritic(nn.Module):
                 input_ids = input_ids.clamp(max=vocabulary - 1)
             backbone = self.critic.base_model
             where = position_kwargs(backbone, attention_mask, position_ids)
-        return _values(backbone, self.critic.score, input_ids, attention_mask, places, **where)
+        return _values(backbone, self.critic.score, input_ids, attention_mask, predicts, **where)
 
     @property
     def shares_base(self) -> bool:

@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..upstream.names import AuxiliaryTrainingWrapper, BaseTunerLayer, refuse, temporarily
+from ..upstream.names import AuxiliaryTrainingWrapper, BaseTunerLayer
+from ..upstream.statements import refuse, temporarily
 from .weights import base_model_of, hash_of, hub_identity, weights_hash
 
 if TYPE_CHECKING:
@@ -40,9 +41,12 @@ class AdapterSwitch:
     Gradient checkpointing recomputes layers in the backward pass with the adapters that are active then. If other
     adapters were active in the forward pass, gradients are wrong, without an error. With this class, a layer is
     recomputed with the adapters that were active in its forward pass.
+
+    Make it after all adapters are there: an adapter that is added later may adapt layers that it does not know.
     """
 
     def __init__(self, model: Any):
+        # Listed once: under checkpointing each layer switches twice, and a search takes 10 ms in a model of 24 layers
         self.layers: list[Any] = [
             module for module in model.modules() if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper))
         ]
@@ -371,7 +375,7 @@ def load_adapters(actor_critic: "ActorCritic", folder: str) -> None:
 
 
 @contextmanager
-def one_adapter(policy: Any) -> Iterator[None]:
+def saving_policy_adapter_only(policy: Any) -> Iterator[None]:
     """Make PEFT save only the policy's adapter within the `with` block, not those of critic, reference or rewards."""
     if not hasattr(policy, "peft_config"):
         yield

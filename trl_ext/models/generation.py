@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import AutoConfig, GenerationConfig
 
 from ..functional import logprobs_and_entropies, position_ids
-from ..upstream.names import pad, temporarily
+from ..upstream.names import pad
+from ..upstream.statements import temporarily
 from .weights import base_model_of
 
 _PAD = 0  # any id would do, since it is masked; a tokenizer's own pad may lie outside the model's vocabulary

@@ -12,13 +12,8 @@ from torch.utils.hooks import RemovableHandle
 from transformers.utils import is_triton_available
 
 from ..functional import logprobs_and_entropies
-from ..upstream.names import (
-    FusedCausalLMOutput,
-    _backward_tile,
-    _forward_tile,
-    selective_log_softmax_and_entropy,
-    temporarily,
-)
+from ..upstream.names import FusedCausalLMOutput, _backward_tile, _forward_tile, selective_log_softmax_and_entropy
+from ..upstream.statements import temporarily
 
 GIB = 2**30
 
@@ -95,23 +90,23 @@ def lm_head_in_place() -> AbstractContextManager:
     return temporarily(sys.modules[_forward_tile.__module__], **nothing)
 
 
-def _head_takes(head: nn.Module, places: Tensor) -> RemovableHandle:
-    """Make `head` read only the N states at `places` of its (K, C, H) input, as (1, N, H), within the `with` block."""
-    return head.register_forward_pre_hook(lambda _, inputs: (_at(inputs[0], places), *inputs[1:]))
+def _head_takes(head: nn.Module, predicts: Tensor) -> RemovableHandle:
+    """Make `head` read only the N states at `predicts` of its (K, C, H) input, as (1, N, H), in the `with` block."""
+    return head.register_forward_pre_hook(lambda _, inputs: (_at(inputs[0], predicts), *inputs[1:]))
 
 
-def _backbone_gives(backbone: nn.Module, places: Tensor) -> RemovableHandle:
-    """Make `backbone` return only the N states at `places` of (K, C, H), as (1, N, H), within the `with` block."""
+def _backbone_gives(backbone: nn.Module, predicts: Tensor) -> RemovableHandle:
+    """Make `backbone` return only the N states at `predicts` of (K, C, H), as (1, N, H), within the `with` block."""
 
     def choose(module: nn.Module, inputs: Any, output: Any) -> Any:
-        output.last_hidden_state = _at(output.last_hidden_state, places)
+        output.last_hidden_state = _at(output.last_hidden_state, predicts)
         return output
 
     return backbone.register_forward_hook(choose)
 
 
-def _at(states: Tensor, places: Tensor) -> Tensor:
-    return states.flatten(0, 1)[places.to(states.device)][None]
+def _at(states: Tensor, predicts: Tensor) -> Tensor:
+    return states.flatten(0, 1)[predicts.to(states.device)][None]
 
 
 def _unview_gradient(node: Any, steps: int = 6) -> None:

@@ -22,9 +22,8 @@ from ..upstream.names import (
     is_deepspeed_zero3_enabled,
     prepare_deepspeed,
     prepare_fsdp,
-    refuse,
-    temporarily,
 )
+from ..upstream.statements import refuse, temporarily
 from .adapters import HEAD, POLICY, AdapterSwitch, check_config, check_loaded, recorded_base
 from .weights import base_model_of
 

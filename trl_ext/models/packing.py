@@ -29,7 +29,7 @@ class Packed:
     mask: Tensor  # (K, C), 1 = real token
     predicts: Tensor  # (N,), indices in (K · C) of the tokens after which the completion tokens are chosen
     targets: Tensor  # (N,), the completion tokens
-    places: Tensor  # (N,), indices of the completion tokens in (B · T)
+    scatter_to: Tensor  # (N,), indices of the completion tokens in (B · T)
     shape: tuple[int, int]  # B, T
     starts: Tensor | None = None  # where rows begin, for [`use_varlen`]; see [`starts_of`]
 
@@ -48,7 +48,7 @@ class Packed:
     def unpack(self, values: Tensor) -> Tensor:
         """Arrange the (N,) values of the completion tokens as (B, T), with 0 on padding."""
         rows, width = self.shape
-        return values.new_zeros(rows * width).index_put((self.places,), values).view(rows, width)
+        return values.new_zeros(rows * width).index_put((self.scatter_to,), values).view(rows, width)
 
 
 def pack(
@@ -102,7 +102,7 @@ def pack(
     mask[place] = 1
     predicts = (position >= prompts[row] - 1) & (position < sizes[row] - 1)
     chosen = source[place[predicts]] + 1
-    places = row[predicts] * width + (position - prompts[row] + 1)[predicts]
+    scatter_to = row[predicts] * width + (position - prompts[row] + 1)[predicts]
 
     def on_device(indices: Tensor) -> Tensor:
         return indices.to(ids.device, non_blocking=True)
@@ -113,7 +113,7 @@ def pack(
         mask=on_device(mask).view(-1, columns),
         predicts=on_device(place[predicts]),
         targets=ids.flatten()[on_device(chosen)],
-        places=on_device(places),
+        scatter_to=on_device(scatter_to),
         shape=(len(lengths), width),
         starts=starts_of(sizes[sequences[0]], columns, ids.device)
         if with_starts and hidden_size is not None

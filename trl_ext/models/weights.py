@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 from transformers.utils import cached_file
 
-from ..upstream.names import add_hooks, disable_dropout_in_model, remove_hooks, temporarily
+from ..upstream.names import add_hooks, disable_dropout_in_model, remove_hooks
+from ..upstream.statements import temporarily
 
 
 def base_model_of(model: Any) -> Any:

@@ -9,7 +9,8 @@ from datasets import Dataset
 from torch import nn
 
 from ..models.weights import context_of
-from ..upstream.names import get_callable_name, get_config_model_id, refuse
+from ..upstream.names import get_callable_name, get_config_model_id
+from ..upstream.statements import refuse
 from .config import PPOConfig
 
 Datasets = list[tuple[str, Dataset]]

@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
-from ..data.texts import repeated_calls
+from ..data.messages import repeated_calls
 from ..models.adapters import REFERENCE
 from ..models.decoding import Histories, SamplerRecorder
 from ..models.generation import padded
 from ..models.weights import base_model_of, context_of, evaluating, gathered_by_zero3, kept_by_fsdp2
-from ..upstream.names import disable_gradient_checkpointing, pad, temporarily
-from .environments import Calls
+from ..upstream.names import disable_gradient_checkpointing, pad
+from ..upstream.statements import temporarily
+from .config import PPOConfig
+from .environments import ToolCalls, guarded, step_rewards
 from .metrics import PPOMetrics
 from .passes import Passes
 from .reward_calls import DeferredErrors
@@ -29,7 +31,7 @@ class Collection:
     """Hold what has been collected so far of a rollout of B completions."""
 
     rows: list[dict[str, Any]]  # of the dataset
-    calls: Calls
+    calls: ToolCalls
     histories: Histories | None  # what the policy has read of each episode; None without tools
     longest_prompt: int = 0  # tokens
     most_rows: int = 0  # the most rows of any process in a later turn, where all processes generate together
@@ -37,8 +39,8 @@ class Collection:
     prompt_ids: list[list[int]] = field(default_factory=list)
     completion_ids: list[list[int]] = field(default_factory=list)
     tool_mask: list[list[int]] | None = None  # 1 = sampled by the policy; None if all tokens are
-    sampled_logprobs: list[list[float]] | None = None  # each token's when it was sampled; 0 for tools' tokens
-    ended: list[bool] = field(default_factory=list)
+    sampler_logprobs: list[list[float]] | None = None  # each token's when it was sampled; 0 for tools' tokens
+    finished: list[bool] = field(default_factory=list)
     repeats: list[list[bool]] = field(default_factory=list)  # for each tool call, whether the row has made it before
     tensors: dict[str, Tensor] = field(default_factory=dict)  # (B, P) and (B, T) ids and masks
     passes: dict[str, Tensor | None] = field(default_factory=dict)  # (B, T) each
@@ -50,9 +52,9 @@ class Collection:
         Return whether each completion has as many of the sampler's log-probs as tokens, and still begins with the
         tokens that were sampled before the first tool call.
         """
-        if self.sampled_logprobs is None:
+        if self.sampler_logprobs is None:
             return False
-        lengths = [len(row) for row in self.sampled_logprobs]
+        lengths = [len(row) for row in self.sampler_logprobs]
         firsts = self.first_completions or [[]] * len(self.completion_ids)
         return lengths == [len(ids) for ids in self.completion_ids] and all(
             ids[: len(first)] == first for ids, first in zip(self.completion_ids, firsts, strict=True)
@@ -70,13 +72,57 @@ class RolloutTrainer(GRPOTrainer):
     then `_calculate_rewards`. What TRL computes besides (its own padding, GRPO's advantages) is not used.
     """
 
+    reward_weights: Tensor
+    reward_processing_classes: list
+    reward_func_names: list[str]
     _collection: Collection  # while a rollout is collected
-    # `PPOTrainer` sets these when it is built, and `_ahead` in `train`
-    _errors: DeferredErrors  # of reward functions, environments and vLLM, to be raised on all processes
-    _passes: Passes
+
+    # `PPOTrainer` sets these, the first two at the end of its constructor
     metrics: PPOMetrics
-    _vllm_server: ServerGuard | None  # None if vLLM runs in this process; without vLLM it is not set
-    _ahead: RolloutsAhead | None  # None unless it trains with `rollouts_ahead`
+    reward_funcs: list  # each a `CheckedReward`
+    _vllm_server: ServerGuard | None = None  # with a vLLM server
+    _ahead: RolloutsAhead | None = None  # while it trains with `rollouts_ahead`
+
+    def __init__(self, model: Any, *, args: PPOConfig, environment_factory: Any, **kwargs: Any):
+        # Of reward functions, environments and vLLM. GRPO's constructor makes environments already
+        self._errors = DeferredErrors()
+        super().__init__(
+            model, args=args, environment_factory=self._guarded(environment_factory, args.tool_timeout), **kwargs
+        )
+        if self.environment_factories:
+            self._reward_steps({type(pool[0]) for pool in self._environment_pool.values()})
+        self._passes = Passes(self.accelerator, args)
+
+    def _guarded(self, environment_factory: Any, timeout: float | None) -> Any:
+        """Wrap a factory, or each in a dict, so that all processes raise its errors; `timeout` in seconds a call."""
+
+        def guard(factory: Any) -> Any:
+            make = guarded(factory, timeout, self._errors)
+
+            def probed() -> Any:
+                environment = make()
+                # GRPO's constructor makes the first environment, on all processes, before it sets `environments`
+                if not hasattr(self, "environments"):
+                    self._errors.raise_everywhere(0)
+                if not (self.reward_funcs or hasattr(environment, "get_reward")):  # else TRL would miss a reward
+                    self._reward_steps({type(environment)})
+                return environment
+
+            return probed
+
+        if isinstance(environment_factory, dict):
+            return {name: guard(factory) for name, factory in environment_factory.items()}
+        return environment_factory and guard(environment_factory)
+
+    def _reward_steps(self, kinds: set[type]) -> None:
+        """Add a reward function for each environment class that has `_step_reward`, unless it has one already."""
+        for kind in sorted(kinds, key=lambda kind: kind.__name__):
+            function = step_rewards(lambda: self._collection, kind)
+            if hasattr(kind, "_step_reward") and function.__name__ not in self.reward_func_names:
+                self.reward_funcs.append(function)
+                self.reward_func_names.append(function.__name__)
+                self.reward_processing_classes.append(None)
+                self.reward_weights = torch.cat([self.reward_weights, torch.ones(1)])
 
     @property
     def _actor_critic(self) -> Any:
@@ -86,7 +132,7 @@ class RolloutTrainer(GRPOTrainer):
         """Let TRL generate and score completions of the dataset rows `inputs`; return all that PPO needs of them."""
         self._actor_critic.train_adapters()
         histories = Histories(self.args.local_rollout_forward_batch_size) if self.tools else None
-        self._collection = Collection(inputs, Calls(self.args.tool_timeout, self._errors), histories)
+        self._collection = Collection(inputs, ToolCalls(self.args.tool_timeout, self._errors), histories)
         try:
             super()._generate_and_score_completions(inputs)
         finally:
@@ -109,8 +155,8 @@ class RolloutTrainer(GRPOTrainer):
         collection.prompt_ids = prompt_ids
         collection.completion_ids = completion_ids
         collection.tool_mask = tool_mask
-        collection.sampled_logprobs = logprobs
-        collection.ended = [
+        collection.sampler_logprobs = logprobs
+        collection.finished = [
             ids[-1] in self.eos_token_ids and not (self.tools and (waits_for_tools(completion) or not mask[-1]))
             for ids, mask, completion in zip(
                 completion_ids, tool_mask or [[1]] * len(completion_ids), completions, strict=True
@@ -158,8 +204,9 @@ class RolloutTrainer(GRPOTrainer):
         if self._ahead is not None:
             if self.model.training:
                 assert self._vllm_server is not None
-                return self._vllm_server.answered(self._ahead.take(prompt_ids))
-            self._ahead.wait_for_all()  # TRL may send the server new weights
+                taken = self._ahead.take(prompt_ids, self.state.global_step, self.state.max_steps)
+                return self._vllm_server.answered(taken)
+            self._ahead.wait_for_all(self.state.global_step)  # TRL may send the server new weights
         with self.metrics.timed("generate"):
             if self.use_vllm:
                 # Of all completions TRL gives a process as many as it has prompts, so all processes need equally many
@@ -255,16 +302,16 @@ class RolloutTrainer(GRPOTrainer):
     def _calculate_rewards(self, inputs: list, prompts: list, completions: list, completion_ids_list: list) -> Tensor:
         """Run the models, then the F reward functions; return the (rows of all processes, F) rewards."""
         collection = self._collection
-        own = [{"prompt_ids": p, "finished": e} for p, e in zip(collection.prompt_ids, collection.ended, strict=True)]
-        rows = [{**row, **columns} for row, columns in zip(inputs, own, strict=True)]
+        given = zip(inputs, collection.prompt_ids, collection.finished, strict=True)
+        rows = [{**row, "prompt_ids": prompt_ids, "finished": finished} for row, prompt_ids, finished in given]
 
-        columns = {key: [row[key] for row in rows] for key in rows[0]}
+        # As TRL's are
+        columns = {key: [row[key] for row in rows] for key in rows[0] if key not in ("prompt", "completion")}
         if self.environments is not None:
             columns["environments"] = self.environments
         columns |= {"prompts": prompts, "completions": completions, "completion_ids": collection.completion_ids}
-        given = {key: value for key, value in columns.items() if key not in ("prompt", "completion")}  # as TRL's are
         for function in self.reward_funcs:  # those that run in the background start before the models
-            function.start(self.metrics.timed("score_wait"), **given, trainer_state=self.state)
+            function.start(self.metrics.timed("score_wait"), **columns, trainer_state=self.state)
 
         # TRL has padded and masked the same tokens, but its tensors are local to the method that calls this one
         collection.tensors = self._padded(collection)
@@ -294,7 +341,7 @@ class RolloutTrainer(GRPOTrainer):
         mask = collection.tensors["completion_mask"]
         logprobs = None
         if self._keeps_logprobs and collection.is_as_sampled:
-            rows = [[math.nan if x is None else x for x in row] for row in collection.sampled_logprobs or []]
+            rows = [[math.nan if x is None else x for x in row] for row in collection.sampler_logprobs or []]
             tensors = [torch.tensor(row, dtype=torch.float32) for row in rows]
             logprobs = pad(tensors, 0.0, "right", self.args.pad_to_multiple_of).to(mask.device)
             logprobs = logprobs.masked_fill(mask == 0, 0.0)
@@ -311,15 +358,15 @@ class RolloutTrainer(GRPOTrainer):
             )
         return None
 
-    def _run_passes(self, tensors: dict[str, Tensor], sampled: Tensor | None) -> dict[str, Tensor | None]:
+    def _run_passes(self, tensors: dict[str, Tensor], sampler_logprobs: Tensor | None) -> dict[str, Tensor | None]:
         """Run policy, critic and reference; return their fields of [`Rollout`], given what `_padded` returned."""
-        # `sampled` are the sampler's (B, T) log-probs, nats; None if they are not known
+        # `sampler_logprobs` are (B, T), nats; None if they are not known
         args = self.args
         mask = tensors["completion_mask"]
         ids = torch.cat([tensors["prompt_ids"], tensors["completion_ids"]], dim=1)
         counts = token_counts_of(tensors["prompt_mask"], mask)
         width = mask.size(1)
-        is_trusted = sampled is not None and self._trusts_sampler
+        is_trusted = sampler_logprobs is not None and self._trusts_sampler
         asked = {"with_logprobs": not is_trusted, "with_values": self.model.training and args.baseline != "mean"}
         run = functools.partial(
             self._passes, ids=ids, token_counts=counts, width=width, size=args.local_rollout_forward_batch_size
@@ -332,10 +379,10 @@ class RolloutTrainer(GRPOTrainer):
             if args.use_ref_model:
                 found["ref_logprobs"] = self._run_reference(run)
         return {
-            "logprobs": sampled if is_trusted else found["logprobs"],
+            "logprobs": sampler_logprobs if is_trusted else found["logprobs"],
             "ref_logprobs": found.get("ref_logprobs"),
             "values": found.get("values"),
-            "sampler_logprobs": None if is_trusted else sampled,
+            "sampler_logprobs": None if is_trusted else sampler_logprobs,
         }
 
     def _run_reference(self, run: Any) -> Tensor:
@@ -374,16 +421,16 @@ class RolloutTrainer(GRPOTrainer):
         tool_mask = collection.tensors.get("tool_mask")
         device = mask.device
         weights = self.reward_weights
-        ended = torch.tensor(collection.ended, device=device)
+        finished = torch.tensor(collection.finished, device=device)
         # If the last token of a cut-off row happens to be a PAD that the policy sampled, TRL takes it for finished
-        takes_part = mask.any(1) & (ended | (not args.mask_truncated_completions))
+        takes_part = mask.any(1) & (finished | (not args.mask_truncated_completions))
         for function, weight in zip(self.reward_funcs, weights, strict=True):
             if weight != 0:  # without the score that is missing, the sum might lack a penalty
                 takes_part &= ~torch.tensor(function.failed, device=device)
         rewards = self._local(collection.rewards_per_func)
-        scores = sequence_scores(rewards, weights, ended, args.missing_eos_score, args.missing_eos_penalty)
+        scores = sequence_scores(rewards, weights, finished, args.missing_eos_score, args.missing_eos_penalty)
         by_token = [function.token_scores for function in self.reward_funcs]
-        token_scores = summed_token_scores(by_token, weights, ended, mask.size(1), args.missing_eos_score)
+        token_scores = summed_token_scores(by_token, weights, finished, mask.size(1), args.missing_eos_score)
         if token_scores is not None and tool_mask is not None:
             token_scores = onto_policy_tokens(token_scores, tool_mask)
         lengths = torch.tensor([len(ids) for ids in collection.completion_ids], device=device, dtype=torch.float32)
@@ -396,7 +443,7 @@ class RolloutTrainer(GRPOTrainer):
             rewards_per_func=rewards,
             scores=scores.masked_fill(~takes_part, torch.nan),
             token_scores=token_scores,
-            ended=ended,
+            finished=finished,
             environments=self._played(collection.rows, device),
             lengths=of_policy,
             tool_lengths=lengths - of_policy,

@@ -17,7 +17,7 @@ from ..runs.settings import (
     resolve_for_device,
     setting,
 )
-from ..upstream.names import refuse
+from ..upstream.statements import refuse
 
 logger = logging.get_logger(__name__)
 

@@ -103,6 +103,9 @@ class LearningRateController:
     # Both are measured in docs/studies/step_size.md, "Does a run fall?". A KL in the second half of a rollout that is
     # OVERSHOOT times what it should be there sets a ceiling: half of the largest factor of this rollout
     OVERSHOOT = 4.0
+    # A step is undone if after it a minibatch's first sum is above OVERSHOOT times its target and this; a token that
+    # the policy no longer samples adds 2
+    DROPPED = 4.0
     # In each row: a KL ÷ what it should be, from which on the row holds; by how much the factor may then rise in a
     # rollout, once the target has been in reach; by how much the ceiling rises. A policy that does not move at all may
     # be certain of everything, so the last row is the most careful
@@ -122,6 +125,7 @@ class LearningRateController:
         self._hooked: Any = None
         self._used: list[float] = []  # factors of this rollout's steps
         self._sums: list[Tensor] = []  # of its minibatches
+        self.undone: list[float] = []  # factors of the steps taken back, the next one's last; empty for a normal step
 
     def attach(self, optimizer: Any) -> None:
         """Make an optimizer, wrapped by the accelerator or not, use the scaled learning rates in each step."""
@@ -137,6 +141,11 @@ class LearningRateController:
             self.last_factor = self.factor_in_use
             for group in optimizer.param_groups:
                 group["lr"] = group["lr"] * self.last_factor
+                if self.undone:  # without a gradient Adam repeats the last step, each time β₁ times as large
+                    group["lr"] *= -(self.undone[-1] / self.last_factor) / group["betas"][0] ** len(self.undone)
+                    for parameter in group["params"]:
+                        if parameter.grad is not None:
+                            parameter.grad.zero_()
 
         def after(optimizer: Any, *_: Any) -> None:
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -168,7 +177,12 @@ class LearningRateController:
     @property
     def present_target(self) -> float:
         """Return the KL at which the rollout's updates should end, in nats per choice; 0 if rates are not adapted."""
-        return min(self.target, self.kl_limit / max(self._choices, 1e-6)) * (self.schedule * self.requested_scale) ** 2
+        return self._full_target * (self.schedule * self.requested_scale) ** 2
+
+    @property
+    def _full_target(self) -> float:
+        """Return `present_target` as it is before a schedule or a callback lowers it."""
+        return min(self.target, self.kl_limit / max(self._choices, 1e-6))
 
     def observe(self, sums: Tensor, taken: int, steps: int) -> float:
         """
@@ -182,30 +196,46 @@ class LearningRateController:
             steps: number of all steps on the rollout.
         """
         del self._used[taken:], self._sums[taken:]
-        self._sums.append(sums.cpu().double())
+        sums = sums.cpu().double()
+        steps_left = [step for step, factor in enumerate(self._used) if factor]  # those that were not taken back
+        if steps_left and taken < steps and self._went_too_far(sums):
+            self.undone.append(self._used[steps_left[-1]])
+            self._used[steps_left[-1]] = 0.0
+            self.ceiling = min(self.ceiling, max(self.undone) / 2)
+            self.factor = min(self.factor, self.ceiling)
+            sums = self._sums[steps_left[-1]]  # the policy is about as it was then
+        else:
+            self.undone = []
+        self._sums.append(sums)
         last = torch.stack(self._sums[-self.minibatches :])  # a single minibatch would be noisy
         # The expected KL grows as the square of the sum of the factors so far. `kl` fits it to all of `last` by least
         # squares
         moved = torch.tensor([0.0, *accumulate(self._used)][-len(last) :], dtype=torch.float64)
-        shares = (moved / moved[-1]) ** 2 if taken else torch.ones(1)
+        shares = (moved / moved[-1]) ** 2 if moved[-1] else torch.ones(len(last))
         kl = float((last[:, 0] * shares).sum() / (last[:, 1] * shares**2).sum().clamp(min=1e-6))
         self._choices = float(last[:, 1].sum() / last[:, 3].sum().clamp(min=1e-6))
         target = self.present_target
         share = taken / steps
-        if taken and target and kl > 0 and sums[2] > 0:
+        if target and moved[-1] and kl > 0 and sums[2] > 0:
             factor = learning_rate_factor(self.factor, sum(self._used) / taken, kl, target, share)
             ratio = kl / (share**2 * target)
             self.was_near_target |= 2 * taken >= steps and ratio > 0.25
             _, rise, recovery = next(row for row in self.RISES if ratio > row[0])
             highest = self._used[0] * rise if self.was_near_target else self.BOUNDS[1]
-            if 2 * taken >= steps and ratio * (self.schedule * self.requested_scale) ** 2 > self.OVERSHOOT:
+            if 2 * taken >= steps and kl > self.OVERSHOOT * share**2 * self._full_target:
                 self.ceiling = min(self.ceiling, max(self._used) / 2)
             highest = min(max(highest, self.factor), self.ceiling)
             self.factor = max(self.BOUNDS[0], min(factor, self.BOUNDS[1], highest))
             if taken == max(steps - 1, 1):
                 self.ceiling *= recovery
-        self._used.append(self.factor)
+        self._used.append(0.0 if self.undone else self.factor)
         return kl
+
+    def _went_too_far(self, sums: Tensor) -> bool:
+        """Return whether the last step must be undone: whether it made the policy drop tokens it was certain of."""
+        group = self._hooked.param_groups[0] if self._hooked is not None else {}
+        limit = self.OVERSHOOT * self._full_target * sums[1] + self.DROPPED
+        return bool(self.target and group.get("betas") and sums[0] > limit)
 
     def rescale(self, ratio: float) -> None:
         """After a change of the learning rate, multiply the factor by old ÷ new, so that steps stay as large."""

@@ -192,7 +192,7 @@ class CriticTrainer(ResumableRun, Trainer):
     def __init__(self, model: Any, args: CriticConfig, train_dataset: Any = None, eval_dataset: Any = None, **kwargs):
         check_standalone(model)
         kwargs.setdefault("data_collator", collate)
-        super().__init__(model, args, train_dataset=train_dataset, eval_dataset=eval_dataset, **kwargs)
+        super().__init__(model, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset, **kwargs)
         if args.n_gpu > 1:  # `nn.DataParallel` would separate packed sequences from the positions in them
             raise ValueError(
                 f"One process sees {args.n_gpu} GPUs: use `accelerate launch`, or set `CUDA_VISIBLE_DEVICES=0`."

@@ -77,7 +77,7 @@ async def limited_async(coroutine: Coroutine, seconds: float | None, what: str, 
     return task.result()
 
 
-class Calls:
+class ToolCalls:
     """
     Limit the time of a rollout's tool calls, and ask environments to reward them.
 
@@ -227,7 +227,7 @@ def guarded(factory: Callable[[], Any], timeout: float | None, errors: DeferredE
 
 def step_rewards(collection: Callable[[], Any], kind: type) -> Callable:
     """
-    Return a reward function that scores single tokens by what `_step_reward` returned, see [`Calls.token_rewards`].
+    Return a reward function that gives single tokens what `_step_reward` returned, see [`ToolCalls.token_rewards`].
 
     Args:
         collection: returns the `Collection` of the present rollout.

@@ -1,6 +1,5 @@
 """Check a PPO step's gradients before they are clipped, and set up the optimizer that policy and critic share."""
 
-import os
 from typing import Any
 
 import torch
@@ -8,6 +7,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from ..models.actor_critic import ActorCritic
+from .metrics import Accumulator
 
 
 def drop(parameters: Any) -> None:
@@ -25,35 +25,21 @@ def norm_of(parameters: Any, scale: float = 1.0) -> Tensor | None:
     return (norm.full_tensor() if hasattr(norm, "full_tensor") else norm) / scale
 
 
-def save_and_raise(trainer: Any, role: str) -> None:
-    """
-    Save the weights from before this step in the folder `last-good` of a [`PPOTrainer`]'s run, then raise a
-    `FloatingPointError` that says that the gradient of `role`, "policy" or "critic", is not finite.
-    """
-    folder = os.path.join(trainer.args.output_dir, "last-good")
-    trainer.save_model(folder, _internal_call=True)
-    trainer.accelerator.wait_for_everyone()  # raising on one process may end another that is still writing
-    raise_not_finite(
-        trainer,
-        role,
-        f"The weights from before this step are in {folder}, but earlier steps may have damaged them.",
-    )
-
-
-def raise_not_finite(trainer: Any, whose: str, what_is_left: str) -> None:
+def raise_not_finite(whose: str, metrics: Accumulator, step: int, what_is_left: str) -> None:
     """
     Raise a `FloatingPointError` on all processes; name the metrics that are NaN or infinite on at least one process.
 
     Args:
         whose: what has the gradient, such as "policy".
+        step: optimizer step, from 1.
         what_is_left: a sentence for the message on where usable weights may be.
     """
-    terms = sorted(set(gather_object(trainer.metrics.train.not_finite())))
+    terms = sorted(set(gather_object(metrics.not_finite())))
     cause = (
         f"seen also in {', '.join(terms)}" if terms else "every logged term is finite, so the backward pass caused it"
     )
     raise FloatingPointError(
-        f"The gradient of the {whose} is not finite at step {trainer.state.global_step + 1} ({cause}). {what_is_left} "
+        f"The gradient of the {whose} is not finite at step {step} ({cause}). {what_is_left} "
         "Usual causes: steps that are too large (lower `step_kl_target`, or the learning rate if it is 0), fp16, "
         "or rewards on very different scales (see `reward_normalization`, `reward_clip_range`)."
     )

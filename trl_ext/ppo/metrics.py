@@ -3,7 +3,7 @@
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from ..functional import (
-    approx_kl,
     effective_sample_size,
     empty_moments,
     explained_variance,
@@ -23,6 +22,7 @@ from ..functional import (
     turn_starts,
     variance,
 )
+from ..upstream.statements import temporarily
 from .rollout import Rollout
 
 # GRPO logs these; for PPO they would be wrong, or repeat another metric
@@ -113,14 +113,9 @@ class PPOMetrics:
             self._seconds[phase] += seconds - self._inner_seconds
             self._inner_seconds = outer + seconds
 
-    @contextmanager
-    def untimed(self) -> Iterator[None]:
-        """Leave the time that the `with` block takes, such as an evaluation, out of the timings."""
-        seconds = dict(self._seconds)
-        try:
-            yield
-        finally:
-            self._seconds = defaultdict(float, seconds)
+    def untimed(self) -> AbstractContextManager:
+        """Return a context whose time, such as that of an evaluation, is left out of the timings."""
+        return temporarily(self, _seconds=defaultdict(float))
 
     def add_rollout(
         self,
@@ -141,10 +136,10 @@ class PPOMetrics:
             returns: (B, T), score units.
             kl_coef: the coefficient that the rewards' penalty uses, score units per nat.
         """
-        self._observe(self.train, rollout, torch.ones_like(rollout.ended))
+        self._observe(self.train, rollout, torch.ones_like(rollout.finished))
         self.episodes += len(scores) * self.accelerator.num_processes
         self._tokens += self._total(rollout.lengths)
-        self.train.add("val/num_eos_tokens", self._total(rollout.ended))
+        self.train.add("val/num_eos_tokens", self._total(rollout.finished))
         self.train.add("objective/shaped_scores", scores, rollout.valid)
         self.train.add("objective/non_score_reward", -kl_coef * (kl * rollout.mask).sum(1), rollout.valid)
         self.train.add("objective/rlhf_reward", rewards.sum(1), rollout.valid)
@@ -179,7 +174,7 @@ class PPOMetrics:
         stats.add("objective/entropy", -(rollout.logprobs * mask).sum(1), valid)
         stats.add("objective/num_unscored", self._total(~rollout.valid & rows))
         stats.add("completions/length", rollout.lengths, rows)
-        stats.add("completions/terminated_length", rollout.lengths, rows & rollout.ended)
+        stats.add("completions/terminated_length", rollout.lengths, rows & rollout.finished)
         if rollout.tool_mask is not None:
             # Also the turns of rows that `mask_truncated_completions` leaves out
             stats.add("turns/mean", turn_starts(rollout.tool_mask).sum(1).float(), rows)
@@ -189,7 +184,7 @@ class PPOMetrics:
             stats.add("tools/repeated_frequency", repeats, ~repeats.isnan() & rows[:, None])
         for name, played in rollout.environments.items():
             stats.add(f"environment/{name}/return", rollout.scores, valid & played)
-        stats.add("completions/clipped_ratio", (~rollout.ended).float(), rows)
+        stats.add("completions/clipped_ratio", (~rollout.finished).float(), rows)
         for name, rewards in zip(self.reward_names, rollout.rewards_per_func.unbind(1), strict=True):
             stats.add(f"rewards/{name}", rewards, ~rewards.isnan() & rows)
         if rollout.sampler_logprobs is not None:
@@ -218,7 +213,7 @@ class PPOMetrics:
         """
         stats = self.train
         mask = batch["loss_mask"]
-        stats.add("policy/approxkl_avg", approx_kl(logprobs, batch["old_logprobs"]), mask)
+        stats.add("policy/approxkl_avg", kl_estimate(logprobs, batch["old_logprobs"], "k2"), mask)
         stats.add("policy/clipfrac_avg", losses[1].float(), actions)
         stats.add("policy/entropy_avg", entropies, mask)
         stats.add("policy/entropy_std", *_completion_means(entropies, mask))

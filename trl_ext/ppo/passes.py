@@ -29,7 +29,7 @@ class Passes:
     def __init__(self, accelerator: Any, args: Any):
         self.accelerator = accelerator
         self.args = args
-        self._keeps_apart: dict[int, bool] = {}  # whether a model keeps packed rows apart, by the model's id
+        self._keeps_apart: dict[int, bool] = {}  # by the id of a model that is prepared
 
     def __call__(
         self,
@@ -57,8 +57,12 @@ class Passes:
             The model's outputs by name. `logprobs`, `entropies` and `values`, if they were computed, are (B, T), with
             0 where there is no completion token; the scalar `aux_loss` is that of the first forward pass.
         """
-        hidden_size = None if "output_router_logits" in asked else self._packs(model)
-        config = unwrapped(model).config.get_text_config()
+        module = unwrapped(model)
+        config = module.config.get_text_config()
+        may_pack = self.args.padding_free and "output_router_logits" not in asked
+        if may_pack and id(module) not in self._keeps_apart:
+            self._prepare(model)
+        hidden_size = config.hidden_size if may_pack and self._keeps_apart[id(module)] else None
         order = sorted(range(len(token_counts)), key=lambda row: sum(token_counts[row]))
         outputs: list[dict[str, Tensor]] = []
         for start in range(0, len(order), size or len(order)):
@@ -96,20 +100,17 @@ class Passes:
                 del inputs["position_ids"]
             return {"logprobs": model(**inputs, fused_lm_head=True).log_probs}
 
-    def _packs(self, model: Any) -> int | None:
-        """Return the model's hidden size, which packing needs, if its rows may be packed, else None."""
-        if not self.args.padding_free:
-            return None
+    def _prepare(self, model: Any) -> None:
+        """Test whether the model keeps packed rows apart; if so, set the attention that packed rows are fast with."""
+        # Before its first pass, not when it is built: the test runs a sharded model as the accelerator has wrapped it
         module = unwrapped(model)
-        config = module.config.get_text_config()
-        if id(module) not in self._keeps_apart:
-            self._keeps_apart[id(module)] = self._test_apart(model, config.vocab_size)
-            if self._keeps_apart[id(module)]:  # so its attention can run by the kernel of variable lengths
-                use_varlen(module, _HALF.get(self.accelerator.mixed_precision))
-            if not self._keeps_apart[id(module)]:
-                name = type(base_model_of(module)).__name__
-                self.accelerator.print(f"{name} lets packed rows affect each other, so its rows are padded instead.")
-        return config.hidden_size if self._keeps_apart[id(module)] else None
+        keeps_apart = self._test_apart(model, module.config.get_text_config().vocab_size)
+        self._keeps_apart[id(module)] = keeps_apart
+        if keeps_apart:
+            use_varlen(module, _HALF.get(self.accelerator.mixed_precision))
+        else:
+            name = type(base_model_of(module)).__name__
+            self.accelerator.print(f"{name} lets packed rows affect each other, so its rows are padded instead.")
 
     @torch.no_grad()
     def _test_apart(self, model: Any, vocabulary: int) -> bool:

@@ -26,9 +26,9 @@ class DeferredErrors:
     """
 
     def __init__(self) -> None:
-        self.errors: list[tuple[str, Exception]] = []
+        self.errors: list[tuple[str, BaseException]] = []
 
-    def add(self, what: str, error: Exception) -> None:
+    def add(self, what: str, error: BaseException) -> None:
         """Record an error until `raise_everywhere`; the phrase `what` says where it was raised."""
         text = str(error) if isinstance(error, RewardFailed) else f"{type(error).__name__}: {error}"
         self.errors.append((f"process {PartialState().process_index}: {what}: {text}", error))
@@ -59,8 +59,8 @@ class CheckedReward:
     scores of the tokens of each row, or None for a row without token scores; `failed` tells for each row whether
     the function failed on it and was skipped.
 
-    A function that runs in the background can be started early with [`CheckedReward.start`]. TRL's call then waits for
-    the result.
+    Before a rollout's call the trainer calls [`CheckedReward.start`], which starts a function that runs in the
+    background. TRL's call then waits for the result.
 
     Args:
         name: the function's, for error messages.
@@ -87,11 +87,13 @@ class CheckedReward:
 
     def start(self, waiting: AbstractContextManager, **kwargs: Any) -> None:
         """
-        Start the function in a thread, if it is one that runs in the background.
+        Clear the last call's results, and start the function in a thread if it is one that runs in the background.
 
         Args:
             waiting: a context that is entered while TRL's call waits for the function.
         """
+        self.token_scores = []
+        self.failed = []
         if self.in_background:
             self._started = Started(nan_scorer_of(self.function), **kwargs)
             self._waiting = waiting

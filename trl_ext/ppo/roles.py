@@ -39,13 +39,8 @@ from ..models.weights import (
 )
 from ..rewards.member import checked_name, distinct
 from ..rewards.model import ModelReward, load_classifier, load_reward_model, logits_of, same_tokenizer
-from ..upstream.names import (
-    add_fused_lm_head,
-    create_model_from_path,
-    get_config_model_id,
-    is_deepspeed_zero3_enabled,
-    refuse,
-)
+from ..upstream.names import add_fused_lm_head, create_model_from_path, get_config_model_id, is_deepspeed_zero3_enabled
+from ..upstream.statements import refuse
 from .config import PPOConfig
 from .reward_calls import AdapterReward, CheckedReward, DeferredErrors
 

@@ -32,7 +32,7 @@ class Rollout:
         rewards_per_func: (B, F), NaN where a function gave no score.
         scores: (B,), as [`sequence_scores`] adds up the weighted rewards, not normalised; NaN for rows that are not
             trained on.
-        ended: (B,), whether the completion is complete: it ends by EOS, and no tool call waits for an answer.
+        finished: (B,), whether the completion is complete: it ends by EOS, and no tool call waits for an answer.
         lengths: (B,), number of tokens that the policy sampled, EOS included.
         token_scores: (B, T), the part of the scores that belongs to single tokens; None if no token was scored. The
             methods of [`PPOTrainer`] that subclasses override get normalised token scores.
@@ -54,7 +54,7 @@ class Rollout:
     sampler_logprobs: Tensor | None
     rewards_per_func: Tensor
     scores: Tensor
-    ended: Tensor
+    finished: Tensor
     lengths: Tensor
     token_scores: Tensor | None = None
     tool_mask: Tensor | None = None
@@ -63,7 +63,7 @@ class Rollout:
     repeats: Tensor | None = None
 
     @property
-    def sampled(self) -> Tensor:
+    def sampled_mask(self) -> Tensor:
         """Return `completion_mask` without the tokens of tools and environments, (B, T): what the policy sampled."""
         return self.completion_mask if self.tool_mask is None else self.completion_mask * self.tool_mask
 
@@ -75,7 +75,7 @@ class Rollout:
     @property
     def mask(self) -> Tensor:
         """Return the (B, T) mask of the tokens to train on: sampled by the policy, in rows that have a score."""
-        return self.sampled * self.valid[:, None]
+        return self.sampled_mask * self.valid[:, None]
 
     @cached_property
     def k1(self) -> Tensor:
@@ -107,9 +107,9 @@ class Rollout:
         logprobs = self.logprobs
         sampler_logprobs = self.sampler_logprobs
         if args.gae_level == "turn" and mode.startswith("token"):  # a turn is one action
-            logprobs = turn_sums(logprobs, self.sampled)
-            sampler_logprobs = turn_sums(sampler_logprobs, self.sampled)
-        return importance_weights(logprobs, sampler_logprobs, self.sampled, mode, *bounds)
+            logprobs = turn_sums(logprobs, self.sampled_mask)
+            sampler_logprobs = turn_sums(sampler_logprobs, self.sampled_mask)
+        return importance_weights(logprobs, sampler_logprobs, self.sampled_mask, mode, *bounds)
 
     def rows_for_training(
         self, advantages: Tensor, returns: Tensor, weights: Tensor | None = None
@@ -143,7 +143,7 @@ class Rollout:
 def sequence_scores(
     rewards: Tensor,
     weights: Tensor,
-    ended: Tensor,
+    finished: Tensor,
     missing_eos_score: float | None = None,
     missing_eos_penalty: float | None = None,
 ) -> Tensor:
@@ -157,7 +157,7 @@ def sequence_scores(
     Args:
         rewards: (B, F), NaN where a function does not apply to the completion (it returned None).
         weights: (F,).
-        ended: (B,), as in [`Rollout`].
+        finished: (B,), as in [`Rollout`].
         missing_eos_score, missing_eos_penalty: score units; None for no replacement, or no penalty.
 
     Returns:
@@ -169,16 +169,16 @@ def sequence_scores(
     weighted = rewards * weights.to(rewards.device)
     scores = weighted.nansum(1).masked_fill(rewards.isnan().all(1), torch.nan)
     if missing_eos_score is not None:
-        scores = torch.where(ended | scores.isnan(), scores, missing_eos_score)
+        scores = torch.where(finished | scores.isnan(), scores, missing_eos_score)
     if missing_eos_penalty is not None:
-        scores = torch.where(ended, scores, scores - missing_eos_penalty)
+        scores = torch.where(finished, scores, scores - missing_eos_penalty)
     return scores
 
 
 def summed_token_scores(
     given: list[list[list[float] | None]],
     weights: Tensor,
-    ended: Tensor,
+    finished: Tensor,
     width: int,
     missing_eos_score: float | None = None,
 ) -> Tensor | None:
@@ -189,24 +189,24 @@ def summed_token_scores(
         given: for each of F functions a list with B entries. An entry has one float for each token of the completion,
             or is None if the function scored the completion as a whole.
         weights: (F,).
-        ended: (B,), as in [`Rollout`].
+        finished: (B,), as in [`Rollout`].
         width: T.
         missing_eos_score: if not None, it replaces the score of a completion without EOS, whose tokens then get 0.
 
     Returns:
-        (B, T), on the device of `ended`; None if no function with a weight scored any token.
+        (B, T), on the device of `finished`; None if no function with a weight scored any token.
     """
     weighted = [(weight, rows) for weight, rows in zip(weights.tolist(), given, strict=True) if weight != 0]
     if not any(tokens is not None for _, rows in weighted for tokens in rows):
         return None
-    total = torch.zeros(len(ended), width, dtype=torch.double)
+    total = torch.zeros(len(finished), width, dtype=torch.double)
     for weight, rows in weighted:
         for row, tokens in enumerate(rows):
             if tokens is not None:
                 total[row, : len(tokens)] += weight * torch.tensor(tokens, dtype=torch.double)
     if missing_eos_score is not None:
-        total = torch.where(ended.cpu()[:, None], total, 0.0)
-    return total.to(ended.device, torch.float32)
+        total = torch.where(finished.cpu()[:, None], total, 0.0)
+    return total.to(finished.device, torch.float32)
 
 
 def onto_policy_tokens(values: Tensor, tool_mask: Tensor) -> Tensor:

@@ -74,10 +74,10 @@ def with_returns(
     """
     count = rewards.shape[1]
     weights = torch.tensor(args.reward_weights or [1.0] * count, dtype=torch.float64)
-    ended = torch.tensor(dataset["finished"][:])
-    scores = sequence_scores(rewards, weights, ended, args.missing_eos_score, args.missing_eos_penalty)
+    finished = torch.tensor(dataset["finished"][:])
+    scores = sequence_scores(rewards, weights, finished, args.missing_eos_score, args.missing_eos_penalty)
     if args.mask_truncated_completions:
-        scores = scores.masked_fill(~ended, torch.nan)
+        scores = scores.masked_fill(~finished, torch.nan)
     groups = None
     if args.reward_normalization == "group":
         groups = [str(value) for value in dataset[args.reward_group_column]]
@@ -96,7 +96,7 @@ def with_returns(
         of_tokens = None
         if token_scores is not None:
             some = [[given[row] for row in rows] for given in token_scores]
-            of_tokens = summed_token_scores(some, weights, ended[rows], mask.size(1), args.missing_eos_score)
+            of_tokens = summed_token_scores(some, weights, finished[rows], mask.size(1), args.missing_eos_score)
             of_tokens = None if of_tokens is None else of_tokens * scales[rows, None].float()
         zero = torch.zeros(mask.shape)
         chunks.append((token_rewards(scores[rows].float(), zero, mask, 0.0, of_tokens), mask))

@@ -46,8 +46,8 @@ from ..models.adapters import (
     REFERENCE,
     copy_adapter,
     load_adapters,
-    one_adapter,
     save_critic,
+    saving_policy_adapter_only,
     weights_of,
     without_base,
 )
@@ -65,13 +65,8 @@ from ..models.weights import (
 from ..runs.checkpoints import ResumableRun
 from ..runs.control import saving_forbidden, take_kl_scale, take_rate_scale
 from ..runs.output_dir import Hold
-from ..upstream.names import (
-    RepeatSampler,
-    check_contract,
-    get_config_model_id,
-    is_conversational,
-    temporarily,
-)
+from ..upstream.names import RepeatSampler, check_contract, get_config_model_id, is_conversational
+from ..upstream.statements import temporarily
 from . import gradients
 from .checks import (
     check,
@@ -89,11 +84,9 @@ from .controllers import (
     RewardNormalizer,
     mean_demonstration_score,
 )
-from .environments import guarded, load_states, states_of, step_rewards
+from .environments import load_states, states_of
 from .evaluation_pass import EvaluationPass, sampling_seed, untouched_rng
 from .metrics import GRPO_ONLY_METRICS, Accumulator, PPOMetrics, global_moments
-from .passes import Passes
-from .reward_calls import DeferredErrors
 from .roles import (
     Rewards,
     check_base,
@@ -104,7 +97,7 @@ from .roles import (
     prepare_roles,
 )
 from .rollout import Rollout, joined, permuted, token_counts_of
-from .vllm import RolloutsAhead, ServerGuard, ServerLost, check_loadable, check_logprobs, save_last_step
+from .vllm import RolloutsAhead, ServerGuard, ServerLost, check_loadable, check_logprobs, how_to_resume
 
 _WITH_STATE = (
     "kl_controller",
@@ -195,24 +188,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
 
     args: PPOConfig
     model: Any  # ActorCritic; FSDP and DeepSpeed wrap it
-    accelerator: Any
-    control: Any
-    state: Any
-    train_dataset: Any
-    generation_config: Any
-    num_iterations: int
-    environment_factories: dict | None
-    environments: list | None
-    tools: list
-    reward_funcs: list
-    reward_weights: Tensor
-    reward_processing_classes: list
-    reward_func_names: list[str]
     eos_token_ids: list[int]
-    processing_class: Any
-    _tokenizer: Any
     _buffered_inputs: Any  # TRL's: the micro-batches of the rollout that is trained on
-    _environment_pool: dict
     _last_loaded_step: int  # TRL's: the step whose weights vLLM has
     _step: int  # TRL's: micro-batches trained on by this process
 
@@ -268,7 +245,6 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             model.add_adapter(REFERENCE, model.peft_config[POLICY])
             copy_adapter(model, POLICY, REFERENCE)
 
-        self._errors = DeferredErrors()
         # `model_init_kwargs` have been used, but TRL would warn that they are ignored
         with temporarily(args, model_init_kwargs=None) if is_saved_adapter else nullcontext():
             super().__init__(
@@ -285,10 +261,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
                 peft_config=copy.deepcopy(peft_config),  # PEFT writes into it
                 tools=tools,
                 rollout_func=rollout_func,
-                environment_factory=self._guarded(environment_factory, args.tool_timeout),
+                environment_factory=environment_factory,
             )
-        if self.environment_factories:
-            self._reward_steps({type(pool[0]) for pool in self._environment_pool.values()})
         policy = self.model
         check_savable(policy)
         self._is_peft = isinstance(policy, PeftModel)
@@ -326,6 +300,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         if self.place_model_on_device and actor_critic.critic is not None:
             actor_critic.critic.to(args.device)
         self.model = self.model_wrapped = self.callback_handler.model = actor_critic
+        self.metrics = PPOMetrics(self.accelerator, self.reward_func_names)
         self.reward_funcs = rewards.checked_functions(
             actor_critic, args, self.eos_token_ids, self._errors, self._score_on_base, self._own_random_state
         )
@@ -334,11 +309,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         self.kl_controller = KLController(args)
         self.reward_normalizer = RewardNormalizer(args.reward_normalization)
         self.baseline_gate = BaselineGate()
-        self.metrics = PPOMetrics(self.accelerator, self.reward_func_names)
-        self._passes = Passes(self.accelerator, args)
         self._evaluation: EvaluationPass | None = None  # while evaluating
         self._eval_pool: dict | None = None  # environments of evaluations; None before the first evaluation
-        self._ahead = None
         # A quarter of the KL target at the default; half of `step_kl_target` is half a step for long completions, too
         kl_limit = 2.5 * args.step_kl_target * args.kl_target if args.kl_controller == "adaptive" else math.inf
         self.learning_rate_controller = LearningRateController(
@@ -352,37 +324,6 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         if environment_factory is None:  # else what `reset` says is known in the rollout only
             check_prompt_lengths(self._tokenize_prompts, self._loader.policy, self.max_completion_length, datasets)
         ConsoleCallback.replace(self)
-
-    def _guarded(self, environment_factory: Any, timeout: float | None) -> Any:
-        """Wrap a factory, or each in a dict, so that all processes raise its errors; `timeout` in seconds a call."""
-
-        def guard(factory: Any) -> Any:
-            make = guarded(factory, timeout, self._errors)
-
-            def probed() -> Any:
-                environment = make()
-                # GRPO's constructor makes the first environment, on all processes, before it sets `environments`
-                if not hasattr(self, "environments"):
-                    self._errors.raise_everywhere(0)
-                if not (self.reward_funcs or hasattr(environment, "get_reward")):  # else TRL would miss a reward
-                    self._reward_steps({type(environment)})
-                return environment
-
-            return probed
-
-        if isinstance(environment_factory, dict):
-            return {name: guard(factory) for name, factory in environment_factory.items()}
-        return environment_factory and guard(environment_factory)
-
-    def _reward_steps(self, kinds: set[type]) -> None:
-        """Add a reward function for each environment class that has `_step_reward`, unless it has one already."""
-        for kind in sorted(kinds, key=lambda kind: kind.__name__):
-            function = step_rewards(lambda: self._collection, kind)
-            if hasattr(kind, "_step_reward") and function.__name__ not in self.reward_func_names:
-                self.reward_funcs.append(function)
-                self.reward_func_names.append(function.__name__)
-                self.reward_processing_classes.append(None)
-                self.reward_weights = torch.cat([self.reward_weights, torch.ones(1)])
 
     def _adapt_grpo(self, policy: Any) -> None:
         """Replace attributes that GRPO's constructor has set, but that PPO cannot use as they are."""
@@ -398,7 +339,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             vllm.generation_kwargs = {**vllm.generation_kwargs, "stop_token_ids": self.eos_token_ids}
             check_loadable(vllm)
             check_logprobs(vllm)
-            self._vllm_server = ServerGuard(self) if args.vllm_mode == "server" else None
+            if args.vllm_mode == "server":
+                self._vllm_server = ServerGuard(vllm)
             set_seed(sampling_seed(args, self.accelerator.process_index))  # vLLM in this process has set its own seed
         else:
             self.generation_config.eos_token_id = self.eos_token_ids
@@ -677,6 +619,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
                 self.metrics.train.add("policy/step_kl_target", target * taken / self.args.steps_per_rollout)
         if taken < self.args.steps_per_rollout:  # a step follows
             self.metrics.train.add("learning_rate/factor", self.learning_rate_controller.factor_in_use)
+            self.metrics.train.add("policy/undone_steps", float(bool(self.learning_rate_controller.undone)))
 
     @torch.no_grad()
     def _measure_single_step(self) -> None:
@@ -721,11 +664,25 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         if column is not None and column not in self._signature_columns:
             self._signature_columns.append(column)
 
-    def _get_train_sampler(self, dataset: Dataset | None = None) -> Sampler:
+    def _get_train_sampler(self, dataset: Dataset | None = None) -> "_EpochSeeded":
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         return _EpochSeeded(super()._get_train_sampler(dataset), seed, lambda: int(self.state.epoch or 0))
 
+    def _prompts_of(self, number: int) -> list[list[int]]:
+        """Return the prompt token ids of this process's rows of rollout `number`."""
+        size = self.args.generation_batch_size
+        local = size // self.accelerator.num_processes
+        epoch, place = divmod(number, len(self.train_dataset) // (size // self.num_generations))
+        begin = place * size + self.accelerator.process_index * local
+        rows = self._get_train_sampler().rollouts_of(epoch)[begin:][:local]
+        return self._tokenize_prompts([self.train_dataset[row]["prompt"] for row in rows])[0]
+
     # ---- Rollout ----
+
+    def _sync_weights(self) -> None:
+        """Send vLLM the weights, as TRL does before it generates."""
+        self.vllm_generation.sync_weights()
+        self._last_loaded_step = self.state.global_step
 
     def _prepare_inputs(self, generation_batch: list[dict[str, Any]]) -> dict[str, Any]:
         """Let TRL make a rollout if one is due; return the next micro-batch of the present pass."""
@@ -799,7 +756,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         # DeepSpeed makes its step within `backward`, and returns -1 for a norm that is not finite
         if self.is_deepspeed_enabled and not (norm is None or 0 <= norm < math.inf or self.args.fp16):
             left = "If there is a checkpoint, the newest has finite weights."
-            gradients.raise_not_finite(self, "policy or the critic", left)
+            gradients.raise_not_finite("policy or the critic", self.metrics.train, self.state.global_step + 1, left)
         return norm
 
     def _finish_gradients(self) -> None:
@@ -815,7 +772,11 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             if norm is None:
                 continue
             if not norm.isfinite() and scaler is None:  # else fp16's loss scaler skips the step
-                gradients.save_and_raise(self, role)
+                folder = os.path.join(self.args.output_dir, "last-good")
+                self.save_model(folder, _internal_call=True)
+                self.accelerator.wait_for_everyone()  # raising on one process may end another that is still writing
+                left = f"The weights from before this step are in {folder}, but earlier steps may have damaged them."
+                gradients.raise_not_finite(role, self.metrics.train, self.state.global_step + 1, left)
             self.metrics.train.add(f"grad_norm/{role}", norm)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
@@ -956,13 +917,17 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         self._waiting.clear()
         self.metrics.episodes_at_start = self.metrics.episodes
         self._last_loaded_step = -1  # so vLLM is sent the weights, also if a checkpoint has the same step
-        self._ahead = RolloutsAhead(self) if self.args.rollouts_ahead else None
+        if self.args.rollouts_ahead:
+            self._ahead = RolloutsAhead(
+                self.vllm_generation, self.args, self._errors, self.metrics, self._prompts_of, self._sync_weights
+            )
         try:
             with Hold(self.args.output_dir):  # until the last step is saved, too
                 try:
                     output = super().train(resume_from_checkpoint, **kwargs)
                 except ServerLost as error:
-                    raise ServerLost(f"{error} {save_last_step(self)}") from None
+                    left = how_to_resume(self.state.global_step, self._save_last_step())
+                    raise ServerLost(f"{error} {left}") from None
         finally:
             self._ahead = None
         return output._replace(training_loss=output.metrics.get("train_loss", output.training_loss))
@@ -976,14 +941,6 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
     def _run_facts(self) -> dict[str, Any]:
         facts = {"rewards": self.reward_func_names, "reference": self._reference_identity}
         return {**super()._run_facts(), **facts, "critic": self.args.baseline != "mean"}
-
-    def _steps(self) -> int:
-        """Return the number of optimizer steps of the run, which the Trainer counts only later."""
-        args = self.args
-        if args.max_steps > 0:
-            return args.max_steps
-        rollouts = len(self.train_dataset) * self.num_generations // args.batch_size
-        return math.ceil(args.num_train_epochs * rollouts * args.steps_per_rollout)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         is_new, self._seen_step = self._step != self._seen_step, self._step  # at an epoch's end it is called twice
@@ -1028,7 +985,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         # Under DeepSpeed and FSDP `state_dict` has the whole weights of both, else they are read from the models
         output_dir = output_dir if output_dir is not None else self.args.output_dir
         actor_critic = self._actor_critic
-        with self._as_policy(), one_adapter(actor_critic.policy):
+        with self._as_policy(), saving_policy_adapter_only(actor_critic.policy):
             super()._save(output_dir, state_dict=weights_of("policy", state_dict))
         if self.args.should_save and actor_critic.critic is not None:
             save_critic(actor_critic, os.path.join(output_dir, "critic"), state_dict)
@@ -1071,6 +1028,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
     def _without_base(self) -> AbstractContextManager:
         """Return a context in which FSDP neither saves nor loads the frozen base of adapters."""
         return without_base(self.is_fsdp_enabled and self._is_peft)
+
+    # Not in `_save_own_state`: what it saves is loaded before the Trainer sets the sums of the loss to 0
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)

@@ -1,7 +1,6 @@
 """Sample with vLLM: check its log-probs, generate a rollout ahead, and end the run when the server fails."""
 
 import math
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import nullcontext
@@ -12,12 +11,13 @@ from typing import Any
 
 import httpx2
 from torch import Tensor
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..rewards.background import in_daemon
 from ..runs.files import on_first
-from ..runs.saving import read_marker
-from ..upstream.names import refuse, temporarily
+from ..upstream.statements import refuse, temporarily
+from .config import PPOConfig
+from .metrics import PPOMetrics
+from .reward_calls import DeferredErrors
 
 Completions = tuple[list[list[int]], list[list[float]]]  # the tokens of each completion, and their log-probs
 
@@ -66,20 +66,20 @@ def checked_logprobs(
     Raises:
         RuntimeError: a log-prob is missing, not a finite number, or belongs to another token.
     """
-    sampled = [[each[0] for each in row] for row in logprobs or []]
+    sampler_logprobs = [[each[0] for each in row] for row in logprobs or []]
     returned = ids if of_tokens is None else [[each[0] for each in row] for row in of_tokens]
-    if returned != ids or [len(row) for row in sampled] != [len(row) for row in ids]:
+    if returned != ids or [len(row) for row in sampler_logprobs] != [len(row) for row in ids]:
         raise RuntimeError(
             "vLLM did not return a log-prob for each token that it sampled: install a vLLM version that TRL supports."
         )
-    for row, numbers in enumerate(sampled):
+    for row, numbers in enumerate(sampler_logprobs):
         if not all(number is not None and math.isfinite(number) for number in numbers):
             raise RuntimeError(
                 f"vLLM returned a log-prob of completion {row} that is not finite. Either training has diverged "
                 "(lower `step_kl_target`, or the learning rate if it is 0), or vLLM's dtype is too narrow for the "
                 "model (use bfloat16 or float32)."
             )
-    return sampled  # type: ignore[return-value]
+    return sampler_logprobs  # type: ignore[return-value]
 
 
 def check_loadable(engine: Any) -> None:
@@ -120,16 +120,16 @@ class ServerGuard:
     End the run on all processes when a vLLM server fails, or was restarted and so has its initial weights again.
 
     It stands between TRL and TRL's vLLM client. If the server fails, a call returns no completions instead of raising,
-    so that all processes reach `answered`, which raises on all of them.
+    so that all processes reach `answered`, which raises on all of them. `engine` is TRL's `VLLMGeneration`.
     """
 
-    def __init__(self, trainer: Any):
+    def __init__(self, engine: Any):
         self._failure: Exception | None = None  # on the first process: why the rollout has no completions
-        if not trainer.accelerator.is_main_process:
+        if not engine.accelerator.is_main_process:
             return
         from requests.adapters import HTTPAdapter  # vLLM requires it, so it is installed wherever this runs
 
-        self._client = client = trainer.vllm_generation.vllm_client
+        self._client = client = engine.vllm_client
         # TRL would try again for a minute, in silence, and a server restarted meanwhile would answer with old weights
         client.session.mount(client.base_url, HTTPAdapter(pool_maxsize=64))
         self._instance = _instance_of(client.base_url)
@@ -174,27 +174,19 @@ class ServerGuard:
             raise ConnectionResetError("it was restarted, and has its initial weights")
 
 
-_RESUME = (
-    "Start the server, then run the same command (in Python `train(resume_from_checkpoint=True)`): it resumes from"
-)
-
-
-def save_last_step(trainer: Any) -> str:
+def how_to_resume(step: int, checkpoint: str | None) -> str:
     """
-    Save a [`PPOTrainer`]'s last finished step, unless it is saved already or its rollout is half trained; return a
-    sentence on how to resume the run.
+    Return a sentence on how to resume a run that ended after `step` optimizer steps; `checkpoint` holds the last one,
+    None if it was not saved.
     """
-    step = trainer.state.global_step
     if not step:
         return "No step was finished. Start the server, then begin again."
-    checkpoint = os.path.join(trainer.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
-    trainer._check_saving(wait=True)  # a save may be under way
-    if read_marker(checkpoint) is None:
-        trainer._save_checkpoint(trainer.model_wrapped, None)
-        trainer._check_saving(wait=True)
-    if read_marker(checkpoint) is None:  # `save_only_model`, or a full disk with `on_save_failure: continue`
-        return f"{_RESUME} the newest complete checkpoint, if there is one."
-    return f"The training so far is saved. {_RESUME} {checkpoint}."
+    resume = (
+        "Start the server, then run the same command (in Python `train(resume_from_checkpoint=True)`): it resumes from"
+    )
+    if checkpoint is None:  # `save_only_model`, or a full disk with `on_save_failure: continue`
+        return f"{resume} the newest complete checkpoint, if there is one."
+    return f"The training so far is saved. {resume} {checkpoint}."
 
 
 @dataclass
@@ -207,6 +199,7 @@ class PendingRollout:
     completions: Completions | None = None  # on all processes, once they have arrived
 
 
+@dataclass
 class RolloutsAhead:
     """
     Generate one rollout ahead: rollout n is generated with the weights after training on rollout n − 2; the first one
@@ -220,11 +213,15 @@ class RolloutsAhead:
     returns the completions once they have arrived.
     """
 
-    def __init__(self, trainer: Any):
-        self.trainer = trainer
-        self.pending: dict[int, PendingRollout] = {}  # by the rollout's number, from 0
+    engine: Any  # TRL's `VLLMGeneration`
+    args: PPOConfig
+    errors: DeferredErrors
+    metrics: PPOMetrics
+    prompts_of: Callable[[int], list[list[int]]]  # rollout number → token ids of the prompts of this process's rows
+    sync_weights: Callable[[], None]
+    pending: dict[int, PendingRollout] = field(default_factory=dict)  # by the rollout's number, from 0
 
-    def take(self, prompt_ids: list[list[int]]) -> Completions:
+    def take(self, prompt_ids: list[list[int]], step: int, max_steps: int) -> Completions:
         """
         Return each completion's tokens and log-probs of the current rollout, once they have arrived; before that,
         request the next rollout.
@@ -234,75 +231,58 @@ class RolloutsAhead:
         Args:
             prompt_ids: the prompts that the Trainer delivers. If the rollout was generated for other prompts, all
                 processes raise a `RuntimeError`.
+            step, max_steps: optimizer steps so far, and of the whole run.
         """
-        trainer = self.trainer
-        number = trainer._step // trainer._micro_steps_per_rollout
-        micro_batches = trainer.state.max_steps * trainer.args.gradient_accumulation_steps
-        end = math.ceil(micro_batches / trainer._micro_steps_per_rollout)
-        wanted = range(number, min(number + trainer.args.rollouts_ahead + 1, end))
+        number = step // self.args.steps_per_rollout
+        wanted = range(number, min(number + 2, math.ceil(max_steps / self.args.steps_per_rollout)))
         if new := [n for n in wanted if n not in self.pending]:
-            self.wait_for_all()  # no weights may change under a generation
-            with trainer.metrics.timed("sync_weights"):
-                trainer.vllm_generation.sync_weights()
-                trainer._last_loaded_step = trainer.state.global_step
+            self.wait_for_all(step)  # no weights may change under a generation
+            with self.metrics.timed("sync_weights"):
+                self.sync_weights()
             for n in new:
-                self.pending[n] = rollout = PendingRollout(number, self._prompts(n))
+                self.pending[n] = rollout = PendingRollout(number, self.prompts_of(n))
                 self._generate(rollout, partial(_put_aside, rollout))
-        self._wait_for([self.pending[number]])
+        self._wait_for([self.pending[number]], step)
         rollout = self.pending.pop(number)
         if rollout.prompts != prompt_ids:
             error = RuntimeError(
                 "do not replace PPOTrainer's sampler, and use a dataset that returns the same row each time it is read"
             )
-            trainer._errors.add(
+            self.errors.add(
                 f"rollout {number} was generated ahead for other prompts than the dataloader now returns", error
             )
-        trainer._errors.raise_everywhere(trainer.state.global_step)
+        self.errors.raise_everywhere(step)
         assert rollout.completions is not None
-        lag = (number - rollout.version) * trainer.args.steps_per_rollout
-        trainer.metrics.train.add("sampling/staleness", float(lag))
+        self.metrics.train.add("sampling/staleness", float((number - rollout.version) * self.args.steps_per_rollout))
         return rollout.completions
 
-    def wait_for_all(self) -> None:
-        """Wait for the answers of all requests that are still running."""
-        self._wait_for(list(self.pending.values()))
+    def wait_for_all(self, step: int) -> None:
+        """Wait for the answers of all requests that are still running; `step` is for error messages."""
+        self._wait_for(list(self.pending.values()), step)
 
-    def _wait_for(self, rollouts: list[PendingRollout]) -> None:
+    def _wait_for(self, rollouts: list[PendingRollout], step: int) -> None:
         """Wait until these rollouts' completions are on all processes; raise vLLM's errors on all."""
-        trainer = self.trainer
-        with trainer.metrics.timed("generate_wait"):
+        with self.metrics.timed("generate_wait"):
             for rollout in rollouts:
-                if trainer.accelerator.is_main_process and (error := rollout.output.exception()) is not None:
-                    trainer._errors.add("vLLM", error)
-        trainer._errors.raise_everywhere(trainer.state.global_step)
+                if self.engine.accelerator.is_main_process and (error := rollout.output.exception()) is not None:
+                    self.errors.add("vLLM", error)
+        self.errors.raise_everywhere(step)
         for rollout in rollouts:
             if rollout.completions is None:
-                _, ids, *sampled = self._generate(rollout, lambda *_, rollout=rollout, **__: rollout.output.result())
-                rollout.completions = ids, checked_logprobs(ids, *sampled)
+                _, ids, *logprobs = self._generate(rollout, lambda *_, rollout=rollout, **__: rollout.output.result())
+                rollout.completions = ids, checked_logprobs(ids, *logprobs)
 
     def _generate(self, rollout: PendingRollout, answer: Callable[..., dict[str, Any]]) -> tuple:
         """Call TRL's `generate`, which calls `answer(generate, …)` in place of its client's `generate(…)`."""
-        vllm = self.trainer.vllm_generation
+        engine = self.engine
         client: Any = nullcontext()
-        if self.trainer.accelerator.is_main_process:
-            generate = partial(answer, vllm.vllm_client.generate)
-            client = temporarily(vllm, vllm_client=SimpleNamespace(generate=generate))
+        if engine.accelerator.is_main_process:
+            generate = partial(answer, engine.vllm_client.generate)
+            client = temporarily(engine, vllm_client=SimpleNamespace(generate=generate))
         with client:  # by its class: `check_logprobs` would refuse the first call's empty completions
-            return type(vllm).generate(
-                vllm, prompts=rollout.prompts, images=None, num_generations=self.trainer.num_generations
+            return type(engine).generate(
+                engine, prompts=rollout.prompts, images=None, num_generations=self.args.num_generations
             )
-
-    def _prompts(self, number: int) -> list[list[int]]:
-        """Return the prompt token ids of this process's rows of rollout `number`."""
-        trainer = self.trainer
-        args = self.trainer.args
-        size = args.generation_batch_size
-        local = args.generation_batch_size // trainer.accelerator.num_processes
-        epoch, place = divmod(number, len(trainer.train_dataset) // (size // trainer.num_generations))
-        order = trainer._get_train_sampler().rollouts_of(epoch)
-        begin = place * size + trainer.accelerator.process_index * local
-        prompts = [trainer.train_dataset[row]["prompt"] for row in order[begin : begin + local]]
-        return trainer._tokenize_prompts(prompts)[0]
 
 
 def _put_aside(rollout: PendingRollout, generate: Callable, **kwargs: Any) -> dict[str, Any]:

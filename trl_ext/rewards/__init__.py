@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     from .background import *
     from .cached import *
     from .combined import *
+    from .completions import *
+    from .from_yaml import *
     from .judge import *
-    from .loading import *
     from .member import *
     from .model import *
     from .pattern import *
     from .remote import *
     from .scores import *
     from .service import *
-    from .texts import *
     from .watches import *
 
     __all__: list[str]
@@ -31,15 +31,15 @@ else:
             ".background": "awaited",
             ".cached": "CachedReward reward_identity",
             ".combined": "ConstitutionReward EnsembleReward",
+            ".completions": "text_of well_formed",
+            ".from_yaml": "joined_weights load_object load_reward load_rewards",
             ".judge": "DATA_ALONE JudgeReward conversation message_of tagged verdicts_in",
-            ".loading": "joined_weights load_object load_reward load_rewards",
             ".member": "Member RewardFailed distinct",
             ".model": "ModelReward logits_of",
             ".pattern": "PatternReward",
             ".remote": "RemoteReward",
             ".scores": "scores_in",
             ".service": "Call RefusedError ServiceError WithheldError",
-            ".texts": "text_of well_formed",
             ".watches": "GoldJudgeReward PhraseReviewReward RepetitionWatch ScoreWatch repetition_watch score_watch",
         },
     )

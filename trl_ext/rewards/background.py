@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, partial
 from typing import Any
@@ -16,14 +16,26 @@ from ..upstream.names import is_async_callable
 _LOOP = "async rewards"  # name of the thread that runs coroutines
 
 
+def rewards_within(reward: Any) -> Iterator[Any]:
+    """Yield each reward that a reward calls, at any depth. A reward's method `held` returns those that it calls."""
+    if held := getattr(type(reward), "held", None):  # of the class: a proxy object has every attribute
+        for inner in held(reward):
+            yield inner
+            yield from rewards_within(inner)
+
+
 def runs_in_background(function: Any) -> bool:
     """
     Return whether a reward function spends its time waiting, as for a server or for other processes.
 
-    This is so for async functions, and for functions with a true attribute `in_background`. [`~trl_ext.PPOTrainer`]
-    starts these functions in threads when generation ends, and asks for their scores after its own forward passes.
+    This is so for async functions, for functions with a true attribute `in_background`, and for those that call one of
+    these, see [`rewards_within`]. [`~trl_ext.PPOTrainer`] starts these functions in threads when generation ends, and
+    asks for their scores after its own forward passes.
     """
-    return is_async_callable(function) or bool(getattr(function, "in_background", False))
+    return any(
+        is_async_callable(each) or getattr(each, "in_background", False)
+        for each in (function, *rewards_within(function))
+    )
 
 
 def in_daemon(function: Callable, *args: Any, **kwargs: Any) -> Future:

@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from ..runs.redaction import redacted
 from ..upstream.names import get_callable_name
-from .member import HoldsRewards, MarksFailures, Member, checked_name
+from .member import MarksFailures, Member, checked_name
 from .scores import log_to, of_rows
 
 logger = logging.get_logger(__name__)
@@ -27,7 +27,7 @@ _UNCOUNTED = ("trainer_state", "log_extra", "environments")  # trainers pass the
 _REST = 10.0  # seconds until a Redis that did not answer is asked again
 
 
-class CachedReward(MarksFailures, HoldsRewards):
+class CachedReward(MarksFailures):
     """
     Score each completion once, and return the stored score when the same completion comes again.
 
@@ -109,6 +109,10 @@ class CachedReward(MarksFailures, HoldsRewards):
         self._redis: Any = None
         self._rests_until = 0.0
 
+    def held(self) -> list:
+        """Return the rewards that this reward calls."""
+        return [self.reward]
+
     def __reduce__(self) -> tuple:  # scores, the lock and the connection do not pickle: they are made again
         connection = self.redis_url, self.redis_password_env, self.ttl, self.timeout
         return type(self), (self.reward, self.capacity, self.columns, *connection, self.__name__)
@@ -141,8 +145,8 @@ class CachedReward(MarksFailures, HoldsRewards):
                 f"{self.__name__}: nothing identifies this reward among others in Redis: give the reward an attribute "
                 "`identity`, a text that changes whenever its scores change"
             )
-        given = {"prompts": prompts, "completions": completions, **columns}
-        keys = [_key(identity, of_rows(given, [row], count)) for row in range(count)]
+        arguments = {"prompts": prompts, "completions": completions, **columns}
+        keys = [_key(identity, of_rows(arguments, [row], count)) for row in range(count)]
         with self._lock:
             scores = {key: self._memory[key] for key in keys if key in self._memory}
         rows: dict[str, int] = {}  # key → its first row
@@ -151,23 +155,23 @@ class CachedReward(MarksFailures, HoldsRewards):
                 rows.setdefault(key, row)
         answers = self._ask_redis(lambda pipeline: [pipeline.get(key) for key in rows])
         numbers = zip(rows, map(_number, answers), strict=False)
-        found = {key: number for key, number in numbers if number is not None}
-        new = [key for key in rows if key not in found]
+        in_redis = {key: number for key, number in numbers if number is not None}
+        new = [key for key in rows if key not in in_redis]
         if new:
             log = {"log_metric": log_metric, "log_extra": lambda *_, **__: None}  # its table wants all rows
-            asked = of_rows(given, [rows[key] for key in new], count)
+            asked = of_rows(arguments, [rows[key] for key in new], count)
             scores |= zip(new, Member(self.reward).scores_or_nan(**asked, **log), strict=True)
         kept = {}
         for key in new:
             score = scores[key]
             if score is not None and not math.isnan(score):
                 kept[key] = score
-        scores |= found
+        scores |= in_redis
         with self._lock:
-            self._memory.update(found | kept)
+            self._memory.update(in_redis | kept)
         self._ask_redis(lambda pipeline: [pipeline.set(key, score, ex=self.ttl) for key, score in kept.items()])
         if count:
-            redis_hits = len(found) / count if self.redis_url else None
+            redis_hits = len(in_redis) / count if self.redis_url else None
             log_to(log_metric, {"cache_hits": 1 - len(new) / count, "redis_hits": redis_hits}, self)
         return [scores[key] for key in keys]
 

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from ..functional import Combine, disagreement, ensemble_score
-from .member import FAILED, HoldsRewards, MarksFailures, Member, OnError, checked_name, distinct, scores_of_all
+from .member import FAILED, MarksFailures, Member, OnError, checked_name, distinct, scores_of_all
 from .scores import log_to, of_rows, without_failures
 
 
-class EnsembleReward(MarksFailures, HoldsRewards):
+class EnsembleReward(MarksFailures):
     """
     Score completions by several reward functions that measure the same thing, and log how much they disagree.
 
@@ -90,6 +90,10 @@ class EnsembleReward(MarksFailures, HoldsRewards):
         of = called or "_".join(member.name for member in self.members)
         self.__name__ = checked_name(name, f"{combine}_of_{of}")
 
+    def held(self) -> list:
+        """Return the rewards that this reward calls."""
+        return self.members
+
     def scores_or_nan(
         self, prompts: list, completions: list, completion_ids: Any = None, log_metric: Any = None, **kwargs: Any
     ) -> list[float | None]:
@@ -135,7 +139,7 @@ def _loaded(members: Sequence[Callable | str], model_kwargs: dict[str, Any]) -> 
     ]
 
 
-class ConstitutionReward(MarksFailures, HoldsRewards):
+class ConstitutionReward(MarksFailures):
     """
     Cap the score of completions that break a principle.
 
@@ -193,8 +197,12 @@ class ConstitutionReward(MarksFailures, HoldsRewards):
         self.minimum = [*minimum] if isinstance(minimum, (list, tuple)) else [minimum] * len(members)
         self.judge = None if judge is None else Member(judge, on_error)
         self.judge_minimum = judge_minimum
-        self.names = distinct([each.name for each in (*self.members, self.judge) if each])
+        self.names = distinct([principle.name for principle in self.held()[1:]])
         self.__name__ = checked_name(name, f"constitution_{self.reward.name}")
+
+    def held(self) -> list:
+        """Return the rewards that this reward calls: the reward, then the principles."""
+        return [each for each in (self.reward, *self.members, self.judge) if each is not None]
 
     def scores_or_nan(
         self, prompts: list, completions: list, completion_ids: Any = None, log_metric: Any = None, **kwargs: Any
@@ -211,24 +219,24 @@ class ConstitutionReward(MarksFailures, HoldsRewards):
         columns = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **kwargs}
         scores, *checked = scores_of_all([self.reward, *self.members], log_metric, **columns)
         # Whether each principle is broken in each row: None where it gave no score
-        verdicts = [_verdicts(given, minimum) for given, minimum in zip(checked, self.minimum, strict=True)]
+        verdicts = [_verdicts(scored, minimum) for scored, minimum in zip(checked, self.minimum, strict=True)]
         if self.judge:
             asked = [row for row in range(count) if not any(broken[row] for broken in verdicts)]
             columns["log_extra"] = lambda *_, **__: None  # its table wants all rows
             rows = of_rows(columns, asked, count)
-            given = self.judge.scores_or_nan(log_metric=log_metric, **rows) if asked else []
-            judged = dict(zip(asked, given, strict=True))
+            judge_scores = self.judge.scores_or_nan(log_metric=log_metric, **rows) if asked else []
+            judged = dict(zip(asked, judge_scores, strict=True))
             checked.append([judged.get(row) for row in range(count)])
             verdicts.append(_verdicts(checked[-1], self.judge_minimum))
         shares: dict[str, float | None] = {}
         for name, broken in zip(self.names, verdicts, strict=True):
-            known = [each for each in broken if each is not None]
+            known = [is_broken for is_broken in broken if is_broken is not None]
             shares[f"violations/{name}"] = fmean(known) if known else None
         breaks = [any(row) for row in zip(*verdicts, strict=True)]
         unknown = [None in row and not any(row) for row in zip(*verdicts, strict=True)]
         for row, score in enumerate(scores):
             if unknown[row]:
-                applies = {score, *(given[row] for given in checked)} != {None}
+                applies = {score, *(scored[row] for scored in checked)} != {None}
                 scores[row] = FAILED if applies else None
             elif breaks[row]:
                 if score is None:

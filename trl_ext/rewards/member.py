@@ -2,13 +2,13 @@
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from transformers.utils import logging
 
 from ..upstream.names import get_callable_name
-from .background import Started, awaited, runs_in_background
+from .background import Started, awaited, rewards_within, runs_in_background
 from .scores import is_nan, log_to, number_or_error, scores_in, without_failures
 
 logger = logging.get_logger(__name__)
@@ -34,7 +34,8 @@ class MarksFailures:
 
     def __call__(self, prompts: list, completions: list, *args: Any, **kwargs: Any) -> list[float | None]:
         """Return a finite number or None for each completion. The arguments are those of a reward function."""
-        return without_failures(self.scores_or_nan(prompts, completions, *args, **kwargs))
+        scores = self.scores_or_nan(prompts, completions, *args, **kwargs)
+        return without_failures(scores) if self.marks_failures else scores
 
     @property
     def marks_failures(self) -> bool:
@@ -42,35 +43,7 @@ class MarksFailures:
         return True
 
 
-class HoldsRewards:
-    """
-    Base class of rewards that hold other rewards. Such a reward runs in the background if a reward that it holds does.
-
-    The rewards that it holds are found in the attributes `reward`, `members` (a list), `judge` and `function`.
-    """
-
-    @property
-    def in_background(self) -> bool:
-        """
-        Return whether any of the rewards that this reward holds runs in the background, see [`runs_in_background`].
-        """
-        return any(map(runs_in_background, rewards_within(self)))
-
-
-def rewards_within(reward: Any) -> Iterator[Any]:
-    """Yield each reward function that a reward holds, at any depth."""
-    held = getattr(reward, "__dict__", {})  # `getattr` would ask a proxy, which has every attribute
-    members = held.get("members")
-    within = [*map(held.get, ("reward", "judge", "function"))]
-    if isinstance(members, list):
-        within += members
-    for each in within:
-        if each is not None:
-            yield each
-            yield from rewards_within(each)
-
-
-class Member(MarksFailures, HoldsRewards):
+class Member(MarksFailures):
     """
     Call a reward function for another reward, and handle its failures.
 
@@ -95,6 +68,10 @@ class Member(MarksFailures, HoldsRewards):
         self.function = function
         self.on_error = checked_on_error(on_error)
 
+    def held(self) -> list:
+        """Return the rewards that this reward calls."""
+        return [self.function]
+
     @property
     def name(self) -> str:
         """Return the function's name."""
@@ -109,17 +86,14 @@ class Member(MarksFailures, HoldsRewards):
         """
         kwargs = {"prompts": prompts, "completions": completions, "log_metric": log_metric, **kwargs}
         try:
-            outcomes = _answers(self.function, len(completions), kwargs)
+            scores = scores_in(awaited(nan_scorer_of(self.function)(**kwargs)), len(completions))
+            outcomes = [
+                FAILED if failed else number_or_error(score, f"completion {row}")
+                for row, (score, failed) in enumerate(zip(scores, failed_rows(self.function, scores), strict=True))
+            ]
         except Exception as error:
             outcomes = [error] * len(completions)
         return with_failures_as_nan(self.name, outcomes, self.on_error, log_metric)
-
-
-def _answers(function: Callable, count: int, kwargs: dict[str, Any]) -> list[Any]:
-    """Return each completion's score or None; an error if it is no finite number, NaN where the function failed."""
-    scores = scores_in(awaited(nan_scorer_of(function)(**kwargs)), count)
-    failed = failed_rows(function, scores)
-    return [FAILED if failed[row] else number_or_error(score, f"completion {row}") for row, score in enumerate(scores)]
 
 
 def marks_failures(function: Any) -> bool:
@@ -179,14 +153,15 @@ def scores_of_all(
     Call each member as a reward function. Return a list of scores for each member, in the order of `members`, with NaN
     where the member failed and was skipped.
 
-    Members with a true `in_background` run in threads, at the same time as the others.
+    Members that wait for something else, see [`runs_in_background`], run in threads, at the same time as the others.
 
     Args:
         log_metric, log_extra: TRL's functions that log; None logs nothing.
         **kwargs: what a trainer passes to a reward function: `prompts`, `completions`, the dataset's columns.
     """
     loggers = {"log_metric": log_metric, "log_extra": log_extra}
-    started = {m: Started(member.scores_or_nan, **kwargs) for m, member in enumerate(members) if member.in_background}
+    waits = [*map(runs_in_background, members)]
+    started = {m: Started(member.scores_or_nan, **kwargs) for m, member in enumerate(members) if waits[m]}
     here = {m: member.scores_or_nan(**kwargs, **loggers) for m, member in enumerate(members) if m not in started}
     return [here[m] if m in here else started[m].result(**loggers) for m in range(len(members))]
 

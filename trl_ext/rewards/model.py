@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ..models.generation import eos_token_ids as ends_of, padded
 from ..models.weights import check_pad_token, context_of, hash_of, path_identity, tokenizer_identity
-from ..upstream.names import is_conversational, temporarily
+from ..upstream.names import is_conversational
+from ..upstream.statements import temporarily
 from .member import checked_name
 from .scores import log_to
 
@@ -49,8 +50,8 @@ def load_reward_model(path: str, **kwargs: Any) -> transformers.PreTrainedModel:
     Load a sequence classifier with one label by `from_pretrained`, with `kwargs`; raise a `ValueError` if it was saved
     without a head.
     """
-    model, found = load_classifier(path, output_loading_info=True, **kwargs)
-    new = sorted(key for key in found["missing_keys"] if not key.startswith(f"{model.base_model_prefix}."))
+    model, loading_info = load_classifier(path, output_loading_info=True, **kwargs)
+    new = sorted(key for key in loading_info["missing_keys"] if not key.startswith(f"{model.base_model_prefix}."))
     if new:
         raise ValueError(
             f"{path} is not a reward model: it has no weights for {', '.join(new)}, so its scores would be random. "

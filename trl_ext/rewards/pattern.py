@@ -4,12 +4,11 @@ from typing import Any
 
 import regex
 
-from .member import OnError, checked_name, checked_on_error, with_failures_as_nan
-from .scores import without_failures
-from .texts import text_of
+from .completions import text_of
+from .member import MarksFailures, OnError, checked_name, checked_on_error, with_failures_as_nan
 
 
-class PatternReward:
+class PatternReward(MarksFailures):
     r"""
     Score 1.0 for a completion that has every required pattern and no forbidden one, else 0.0.
 
@@ -56,16 +55,16 @@ class PatternReward:
         self._required = list(map(regex.compile, self.required))
         self._forbidden = list(map(regex.compile, self.forbidden))
 
-    def __call__(
+    def scores_or_nan(
         self, prompts: list, completions: list, completion_ids: Any = None, log_metric: Any = None, **kwargs: Any
     ) -> list[float | None]:
         """
-        Return 1.0 or 0.0 for each completion; `on_error` decides what happens if a search takes too long.
+        Return 1.0 or 0.0 for each completion; NaN if a search takes too long and `on_error` is "skip".
 
         The arguments are those of a reward function; `log_metric`, TRL's function that logs, may be None.
         """
         outcomes = [self._score(row, text_of(completion)) for row, completion in enumerate(completions)]
-        return without_failures(with_failures_as_nan(self.__name__, outcomes, self.on_error, log_metric))
+        return with_failures_as_nan(self.__name__, outcomes, self.on_error, log_metric)
 
     def _score(self, row: int, text: str) -> float | TimeoutError:
         """Return a text's score, or the error if a search takes too long."""

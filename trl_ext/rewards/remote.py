@@ -7,10 +7,10 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
+from .completions import text_of, well_formed
 from .member import RewardFailed, checked_name
 from .scores import number_or_error
 from .service import Call, RefusedError, ServedReward, ServiceError, UnavailableError
-from .texts import text_of, well_formed
 
 API = Literal["trl-ext", "vllm-classify", "vllm-score"]
 PATHS = {"trl-ext": "/score", "vllm-classify": "/classify", "vllm-score": "/score"}
@@ -185,11 +185,11 @@ class RemoteReward(ServedReward):
         rows = [i for i, outcome in enumerate(outcomes) if isinstance(outcome, Row)]
         batches = [rows[start:][: self.batch_size] for start in range(0, len(rows), self.batch_size)]
         asked = self.ask(lambda batch: self._scores([outcomes[i] for i in batch], call), batches, call.until)
-        for batch, found in zip(batches, asked, strict=True):
-            if isinstance(found, ChangedError):
-                raise found
+        for batch, answer in zip(batches, asked, strict=True):
+            if isinstance(answer, ChangedError):
+                raise answer
             for k, i in enumerate(batch):
-                outcomes[i] = found if isinstance(found, Exception) else found[k]
+                outcomes[i] = answer if isinstance(answer, Exception) else answer[k]
         return self.settle(outcomes, log_metric, call.metrics)
 
     def _row(self, prompt: Any, completion: Any, finished: bool | None) -> Row | Exception:

@@ -2,29 +2,28 @@
 
 import json
 import os
-import threading
 import time
 import unicodedata
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import regex
 import torch
 from accelerate import PartialState
 
-from ..evaluation.texts import UNSPACED, copied_shares, corpus_ngrams, words_of
-from ..runs.files import JSONLWriter, read_jsonl
+from ..evaluation.words import UNSPACED, copied_shares, corpus_ngrams, words_of
+from ..runs.files import append_jsonl, read_jsonl
 from ..upstream.names import get_callable_name
 from ..upstream.packages import hide_none_logged
 from .background import awaited
-from .member import HoldsRewards, MarksFailures, checked_name, marks_failures, nan_scorer_of
+from .completions import record_completions, text_of
+from .member import MarksFailures, checked_name, marks_failures, nan_scorer_of
 from .scores import log_to, of_rows, scores_in, total_of, without_failures
-from .texts import recorded, text_of
 
 
-class CompletionLog:
+class Watch:
     """
     Base class of reward functions that measure completions, most of them with weight 0.
 
@@ -38,26 +37,20 @@ class CompletionLog:
     """
 
     __name__ = "watch"
-    # File → where the rows of the last rollout begin and end in it, and these rows
-    _newest: ClassVar[dict[Path, tuple[int, int, list[dict[str, Any]]]]] = {}
-    _lock: ClassVar[threading.Lock] = threading.Lock()  # watches of rewards in the background write from threads
 
     def __init__(self, folder: str | os.PathLike[str] | None = None, score: float | None = None):
         self.folder = folder
         self.score = score
         hide_none_logged()
-        self._writers: dict[Path, JSONLWriter] = {}
+
+    def folder_of(self, trainer_state: Any) -> Any:
+        """Return the watch's own folder, else that of the `JSONLCallback` of the run with this state, else None."""
+        return self.folder if self.folder is not None else getattr(trainer_state, "trl_ext_folder", None)
 
     def write(self, file: str, rows: list[dict[str, Any]], trainer_state: Any) -> None:
         """Append rows to `{file}.rank{r}.jsonl` in the run's folder; do nothing if there is no folder."""
         if (folder := self.folder_of(trainer_state)) is not None:
-            path = folder / f"{file}.rank{PartialState().process_index}.jsonl"
-            self._writers.setdefault(path, JSONLWriter(path)).write(*rows)
-
-    def folder_of(self, trainer_state: Any) -> Path | None:
-        """Return the watch's own folder, else that of the `JSONLCallback` of the run with this state, else None."""
-        folder = self.folder if self.folder is not None else getattr(trainer_state, "trl_ext_folder", None)
-        return None if folder is None else Path(folder)
+            append_jsonl(Path(folder, f"{file}.rank{PartialState().process_index}.jsonl"), *rows)
 
     def write_completions(self, prompts: list, completions: list, scores: list[Any], trainer_state: Any) -> None:
         """
@@ -65,48 +58,8 @@ class CompletionLog:
         `scores`: a number or a dict. `trainer_state`, TRL's, has the step; None for no step.
         """
         step = getattr(trainer_state, "global_step", None)
-        self.write_rows(prompts, completions, [{self.__name__: score} for score in scores], trainer_state, step)
-
-    def write_rows(
-        self, prompts: list, completions: list, scores: list[dict[str, Any]], trainer_state: Any, step: int | None
-    ) -> None:
-        """
-        Append completions to `completions.rank{r}.jsonl`, each with its prompt, the step (None: unknown) and an entry
-        of `scores`, a mapping from names to scores.
-
-        If another watch has just written some of the same completions, add the scores to the lines that it wrote.
-        """
-        if (folder := self.folder_of(trainer_state)) is None:
-            return
-        path = folder / f"completions.rank{PartialState().process_index}.jsonl"
-        with CompletionLog._lock:
-            head = {"timestamp": time.time(), "step": step, "rank": PartialState().process_index}
-            size = path.stat().st_size if path.is_file() else 0
-            begin, end, written = CompletionLog._newest.get(path, (0, -1, []))
-            same = defaultdict(list)
-            for row in written if end == size else []:  # else something else has written since
-                same[_completion_key(row)].append(row)
-            new = []
-            for prompt, completion, named in zip(prompts, completions, scores, strict=True):
-                row = {**head, "prompt": text_of(prompt), "completion": recorded(completion), "scores": named}
-                if old := same[_completion_key(row)]:
-                    first = old.pop(0)["scores"]
-                    first |= named | first
-                else:
-                    new.append(row)
-            if len(new) < len(scores):
-                os.truncate(path, begin)
-                size = begin
-                new = written + new
-            self.write("completions", new, trainer_state)
-            CompletionLog._newest[path] = size, path.stat().st_size if path.is_file() else 0, new
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_writers": {}}  # open files do not pickle
-
-
-def _completion_key(row: dict[str, Any]) -> tuple[Any, str, str]:
-    return row["step"], row["prompt"], str(row["completion"])
+        named = [{self.__name__: score} for score in scores]
+        record_completions(self.folder_of(trainer_state), prompts, completions, named, step)
 
 
 def numbers_of(scores: Any) -> list[float | None]:
@@ -117,7 +70,7 @@ def numbers_of(scores: Any) -> list[float | None]:
 # ---- Scores ----
 
 
-class GoldJudgeReward(HoldsRewards, CompletionLog):
+class GoldJudgeReward(Watch):
     """
     Score evaluation rows, and no others, by a judge that training must not use (the gold judge).
 
@@ -134,9 +87,9 @@ class GoldJudgeReward(HoldsRewards, CompletionLog):
         judge: a reward function, async or not. It gets only the rows to score, with their columns.
         column: a true value in this column marks a row to score. Only the evaluation set should have the column:
             `eval_dataset.add_column("held_out", [True] * len(eval_dataset))`
-        folder: see [`CompletionLog`]. The start policy's completions and scores are also written there, so that a
+        folder: see [`Watch`]. The start policy's completions and scores are also written there, so that a
             resumed run compares with them, too.
-        score: score of the rows that are not marked, see [`CompletionLog`].
+        score: score of the rows that are not marked, see [`Watch`].
 
     Examples:
         >>> from trl_ext.rewards import GoldJudgeReward
@@ -157,6 +110,10 @@ class GoldJudgeReward(HoldsRewards, CompletionLog):
         self._start_step: int | None = None
         self._start: dict[str, list[float]] = {}  # prompt → scores of the start policy's completions
 
+    def held(self) -> list:
+        """Return the rewards that this reward calls."""
+        return [self.judge]
+
     def __call__(
         self, prompts: list, completions: list, log_metric: Any = None, trainer_state: Any = None, **kwargs: Any
     ) -> list[float | None]:
@@ -165,15 +122,15 @@ class GoldJudgeReward(HoldsRewards, CompletionLog):
         scores: list[float | None] = [self.score] * len(prompts)
         if not rows:
             return scores
-        given = {"prompts": prompts, "completions": completions, **kwargs, "log_extra": lambda *_, **__: None}
-        given = of_rows(given, rows, len(prompts))
-        returned = awaited(self.judge(**given, trainer_state=trainer_state, log_metric=log_metric))
+        marked = {"prompts": prompts, "completions": completions, **kwargs, "log_extra": lambda *_, **__: None}
+        marked = of_rows(marked, rows, len(prompts))
+        returned = awaited(self.judge(**marked, trainer_state=trainer_state, log_metric=log_metric))
         judged = numbers_of(scores_in(returned, len(rows)))
         step = getattr(trainer_state, "global_step", 0)
         if self._start_step is None:
             self._start_step = step if step == 0 else self._read_start(trainer_state, step)
         wins: list[float] = []
-        for prompt, completion, score in zip(given["prompts"], given["completions"], judged, strict=True):
+        for prompt, completion, score in zip(marked["prompts"], marked["completions"], judged, strict=True):
             key = json.dumps(prompt, ensure_ascii=False, default=str)
             if score is None:
                 continue
@@ -189,13 +146,13 @@ class GoldJudgeReward(HoldsRewards, CompletionLog):
             log_to(log_metric, {"gold/win_rate": sum(wins) / len(wins), "gold/tie_rate": wins.count(0.5) / len(wins)})
         for i, score in zip(rows, judged, strict=True):
             scores[i] = score
-        self.write_completions(given["prompts"], given["completions"], judged, trainer_state)
+        self.write_completions(marked["prompts"], marked["completions"], judged, trainer_state)
         return scores
 
     def _read_start(self, trainer_state: Any, step: int) -> int:
         """Read the scores of the start policy that an interrupted run wrote; return their step, or `step` if none."""
         folder = self.folder_of(trainer_state)
-        paths = [] if folder is None else sorted(folder.glob("gold_start.rank*.jsonl"))
+        paths = [] if folder is None else sorted(Path(folder).glob("gold_start.rank*.jsonl"))
         files = [rows for path in paths if (rows := list(read_jsonl(path)))]
         newest = max((rows[-1] for rows in files), key=lambda row: row["run"], default={})
         for rows in files:  # earlier runs wrote to the same files and, with more processes, to more of them
@@ -206,7 +163,7 @@ class GoldJudgeReward(HoldsRewards, CompletionLog):
         return step
 
 
-class ScoreWatch(MarksFailures, HoldsRewards, CompletionLog):
+class ScoreWatch(MarksFailures, Watch):
     """
     Log quantiles of a reward function's scores of single completions, as `score_watch/<name>/q05` and so on.
 
@@ -219,7 +176,7 @@ class ScoreWatch(MarksFailures, HoldsRewards, CompletionLog):
         bound: log the share of scores above this number; 0.8 suits scores from 0 to 1. None: no such share is logged.
         quantiles: which quantiles to log, each in [0, 1].
         name: name in the metrics. The default is the reward's own name.
-        folder: see [`CompletionLog`]. Give one within a `CachedReward`, which hides the run from its reward. `score`
+        folder: see [`Watch`]. Give one within a `CachedReward`, which hides the run from its reward. `score`
             has no effect.
 
     Examples:
@@ -247,6 +204,10 @@ class ScoreWatch(MarksFailures, HoldsRewards, CompletionLog):
         self.quantiles = quantiles
         self.__name__ = checked_name(name, get_callable_name(reward))
 
+    def held(self) -> list:
+        """Return the rewards that this reward calls."""
+        return [self.reward]
+
     def scores_or_nan(
         self, prompts: list, completions: list, log_metric: Any = None, trainer_state: Any = None, **kwargs: Any
     ) -> list[Any]:
@@ -268,11 +229,6 @@ class ScoreWatch(MarksFailures, HoldsRewards, CompletionLog):
         self.write_completions(prompts, completions, scores, trainer_state)
         return returned
 
-    def __call__(self, prompts: list, completions: list, *args: Any, **kwargs: Any) -> list[Any]:
-        """Return what the reward returns. The arguments are those of a reward function."""
-        returned = self.scores_or_nan(prompts, completions, *args, **kwargs)
-        return without_failures(returned) if self.marks_failures else returned
-
     @property
     def marks_failures(self) -> bool:
         return marks_failures(self.reward)
@@ -286,7 +242,7 @@ def score_watch(reward: Any, **kwargs: Any) -> ScoreWatch:
 # ---- Words ----
 
 
-class RepetitionWatch(CompletionLog):
+class RepetitionWatch(Watch):
     """
     Log how much completions repeat themselves, each other or a corpus, measured by n-grams of words.
 
@@ -304,7 +260,7 @@ class RepetitionWatch(CompletionLog):
         n: words in an n-gram.
         corpus: texts that must not be copied, such as the training demonstrations.
         copied_words: how many words in a row from the corpus count as a copy.
-        folder, score: see [`CompletionLog`].
+        folder, score: see [`Watch`].
 
     Examples:
         >>> from trl_ext.rewards import RepetitionWatch
@@ -380,7 +336,7 @@ _HIDDEN = r"\p{Cf}"  # zero-width spaces and joiners, soft hyphens
 _MARKS = regex.compile(r"(\p{M}{30})\p{M}+")
 
 
-class PhraseReviewReward(CompletionLog):
+class PhraseReviewReward(Watch):
     """
     Queue completions with unacceptable phrases for review, and log their share as `phrase_review/share`.
 
@@ -392,7 +348,7 @@ class PhraseReviewReward(CompletionLog):
             ignored. In scripts without spaces, such as Chinese, Japanese and Thai, they are found within words, too.
         veto: score of a completion with one of the phrases; all other completions score 0.0. It affects training only
             if the function gets a weight other than 0. None: all completions get `score`.
-        folder, score: see [`CompletionLog`].
+        folder, score: see [`Watch`].
 
     Examples:
         >>> from trl_ext.rewards import PhraseReviewReward
@@ -417,19 +373,19 @@ class PhraseReviewReward(CompletionLog):
     ) -> list[float | None]:
         if not completions:
             return []
-        found = [self._pattern.findall(_composed(text_of(completion))) for completion in completions]
-        log_to(log_metric, {"phrase_review/share": sum(map(bool, found)) / len(found)})
+        matches = [self._pattern.findall(_composed(text_of(completion))) for completion in completions]
+        log_to(log_metric, {"phrase_review/share": sum(map(bool, matches)) / len(matches)})
         head = {"step": getattr(trainer_state, "global_step", None), "rank": PartialState().process_index}
         rows = [
             {**head, "prompt": text_of(prompt), "completion": text_of(completion), "phrases": sorted(set(phrases))}
-            for prompt, completion, phrases in zip(prompts, completions, found, strict=True)
+            for prompt, completion, phrases in zip(prompts, completions, matches, strict=True)
             if phrases
         ]
         self.write("review", rows, trainer_state)
-        self.write_completions(prompts, completions, [{"phrases": len(each)} for each in found], trainer_state)
+        self.write_completions(prompts, completions, [{"phrases": len(phrases)} for phrases in matches], trainer_state)
         if self.veto is None:
             return [self.score] * len(completions)
-        return [self.veto if each else 0.0 for each in found]
+        return [self.veto if phrases else 0.0 for phrases in matches]
 
 
 def _composed(text: str) -> str:

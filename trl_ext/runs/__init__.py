@@ -20,7 +20,7 @@ else:
             ".checkpoints": "checkpoint_to_resume differences fingerprint",
             ".control": "CannotResume",
             ".files": """
-                PRIVATE_FOLDER REGISTRY RUNBOOK from_first is_finite_number on_first read_jsonl whole_file without_nan
+                PRIVATE_FOLDER REGISTRY RUNBOOK finite from_first is_finite_number on_first read_jsonl whole_file
                 write_text""",
             ".output_dir": "FolderInUse Hold check_output_dir last_evaluation overlap",
             ".package_files": "accelerate_file config_file did_you_mean find recipe root",

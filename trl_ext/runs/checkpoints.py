@@ -1,18 +1,18 @@
 """Resume runs in every trainer, but only from a checkpoint that is complete and belongs to the run."""
 
 import json
-import math
 import os
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset
+import torch
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 
 from ..models.adapters import adapter_facts
 from ..models.weights import weights_identity
-from ..upstream.names import is_deepspeed_zero3_enabled, temporarily
+from ..upstream.names import is_deepspeed_zero3_enabled
+from ..upstream.statements import temporarily
 from .control import AgreedControl, CannotResume, Stopped, delete_stop, read_stop, saving_forbidden
 from .files import from_first, on_first
 from .output_dir import Hold
@@ -94,7 +94,8 @@ class ResumableRun(AgreedControl, BackgroundSaving):
     While this run trains, no other process may run in `output_dir`; see [`~trl_ext.runs.output_dir.Hold`].
 
     Args:
-        model, *args, **kwargs: arguments of the trainer that is extended.
+        model, **kwargs: arguments of the trainer that is extended. `train_dataset` and `eval_dataset` are also kept as
+            they were passed in, since TRL tokenizes them.
         run_facts: a dict of further facts to compare, whose values JSON can hold. The training arguments that can
             change the training, the model's weights and adapters, and the fingerprint of the training data are always
             compared.
@@ -106,7 +107,7 @@ class ResumableRun(AgreedControl, BackgroundSaving):
     def __init__(
         self,
         model: Any = None,
-        *args: Any,
+        *,
         run_facts: dict[str, Any] | None = None,
         resume_anyway: bool = False,
         **kwargs: Any,
@@ -119,7 +120,7 @@ class ResumableRun(AgreedControl, BackgroundSaving):
         self.given_eval_rows = kwargs.get("eval_dataset")
         self._resume_anyway = resume_anyway
         self._is_changed = False  # this run resumes one with other settings
-        super().__init__(model, *args, **kwargs)
+        super().__init__(model, **kwargs)
 
     @property
     def _given_model(self) -> Any:
@@ -144,9 +145,10 @@ class ResumableRun(AgreedControl, BackgroundSaving):
     def _load_own_state(self, checkpoint: str) -> None:
         """Load from the folder `checkpoint` the state that [`_save_own_state`] saved."""
 
-    def _steps(self) -> int | None:
-        """Return the number of optimizer steps of the whole run; None for a stream without `max_steps`."""
-        return steps_of(self)
+    def _steps(self) -> int:
+        """Return the number of optimizer steps of the whole run, which the Trainer computes only once it trains."""
+        with torch.random.fork_rng(devices=[]):  # accelerate may seed the sampler of this dataloader
+            return self.set_initial_training_values(self.args, self.get_train_dataloader())[-1]
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
         policy: Any = getattr(self.model, "policy", self.model)  # PPO's model has a critic, too
@@ -163,7 +165,7 @@ class ResumableRun(AgreedControl, BackgroundSaving):
             checkpoint, self._is_changed, self._size = on_first(self._find_checkpoint, resume_from_checkpoint)
             if checkpoint is not None:
                 state = TrainerState.load_from_json(os.path.join(checkpoint, "trainer_state.json"))
-                total = self._steps() or state.max_steps
+                total = self._steps()
                 if state.global_step >= total:
                     return self._load_complete(checkpoint, state)
                 self._load_own_state(checkpoint)
@@ -269,15 +271,3 @@ class ResumableRun(AgreedControl, BackgroundSaving):
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         with temporarily(self.args, **pickled_without_credentials(self.args)):
             super()._push_from_checkpoint(checkpoint_folder)
-
-
-def steps_of(trainer: Any) -> int | None:
-    """Return a run's number of optimizer steps, as transformers computes it; None for a stream without `max_steps`."""
-    args = trainer.args
-    if args.max_steps > 0:
-        return args.max_steps
-    if not isinstance(trainer.train_dataset, Dataset):
-        return None
-    round_up_or_down = math.floor if args.dataloader_drop_last else math.ceil
-    micro_batches = round_up_or_down(len(trainer.train_dataset) / (args.train_batch_size * args.world_size))
-    return math.ceil(args.num_train_epochs * max(math.ceil(micro_batches / args.gradient_accumulation_steps), 1))

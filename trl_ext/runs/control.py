@@ -12,6 +12,9 @@ _REQUESTS = ("should_training_stop", "should_epoch_stop", "should_save", "should
 _KL_SCALE, _RATE_SCALE = "trl_ext_kl_scale", "trl_ext_rate_scale"  # pending requests in `state.stateful_callbacks`
 
 
+# ---- Requests of callbacks ----
+
+
 class AgreedControl:
     """
     Extend a trainer: if a callback on one process makes a request, all processes carry it out at the same step.
@@ -79,6 +82,8 @@ def take_rate_scale(state: Any) -> float:
     """Return the factor that callbacks requested for the learning rates (1.0 if none), and clear the request."""
     return state.stateful_callbacks.pop(_RATE_SCALE, {"factor": 1.0})["factor"]
 
+
+# ---- The record of a stop, which outlives the process ----
 
 STOPPED = "stopped.json"
 _SAVING_FORBIDDEN = "trl_ext_saving_forbidden"  # in `TrainerState.stateful_callbacks`: the weights are not to be saved

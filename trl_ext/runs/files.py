@@ -60,29 +60,21 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
-def finite(value: Any) -> Any:
+def finite(value: Any, nan_as_null: bool = False) -> Any:
     """
-    Convert a value to JSON types: arrays and tensors become numbers or lists of numbers; NaN, infinities and other
-    objects become text.
+    Convert a value to JSON types: arrays and tensors become numbers or lists of numbers, other objects become text.
+
+    JSON has no NaN and no infinities. They become text, or None with `nan_as_null`.
     """
     if isinstance(value, dict):
-        return {str(k): finite(v) for k, v in value.items()}
+        return {str(k): finite(v, nan_as_null) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [finite(v) for v in value]
+        return [finite(v, nan_as_null) for v in value]
     if hasattr(value, "tolist"):
-        return finite(value.tolist())
+        return finite(value.tolist(), nan_as_null)
     if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
+        return None if nan_as_null else str(value)
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
-
-
-def without_nan(value: Any) -> Any:
-    """Replace NaN and infinities within a value by None, since JSON has no such numbers."""
-    if isinstance(value, dict):
-        return {key: without_nan(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [without_nan(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def is_finite_number(value: Any) -> TypeGuard[float]:
@@ -90,47 +82,31 @@ def is_finite_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-class JSONLWriter:
+def append_jsonl(path: str | os.PathLike[str], *rows: dict[str, Any]) -> None:
     """
-    Append JSON objects to a file, one per line.
+    Append objects to a file of JSON lines, and make its folder.
 
-    Each call of `write` passes its lines to the operating system, so `kill -9` loses at most the lines of one call. If
-    the file cannot be written, one warning is logged, and these lines and all later ones are lost.
+    The lines are with the operating system when this returns, so `kill -9` loses at most the lines of one call. If the
+    file cannot be written, the lines are lost and a warning is logged, once for each file and cause.
     """
+    if not rows:
+        return
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "ab+") as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                if file.read() != b"\n":  # a process was killed while it wrote its last line
+                    file.write(b"\n")
+            lines = [json.dumps(finite(row), ensure_ascii=False) + "\n" for row in rows]
+            # Half of a surrogate pair has no UTF-8; written as \udXXX, JSON reads it back as it was
+            file.write("".join(lines).encode(errors="backslashreplace"))
+    except OSError as error:
+        from transformers.utils import logging  # here: who only reads files needs no transformers
 
-    def __init__(self, path: str | os.PathLike[str]):
-        self.path = Path(path)
-        self._file: Any = None
-        self._failed = False
-
-    def write(self, *rows: dict[str, Any]) -> None:
-        if self._failed or not rows:
-            return
-        try:
-            if self._file is None:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                torn = _ends_in_mid_line(self.path)
-                # Half of a surrogate pair has no UTF-8; written as \udXXX, JSON reads it back as it was
-                self._file = self.path.open("a", encoding="utf-8", errors="backslashreplace")
-                if torn:
-                    self._file.write("\n")
-            self._file.writelines(json.dumps(finite(row), ensure_ascii=False) + "\n" for row in rows)
-            self._file.flush()
-        except OSError as error:
-            self._failed = True
-            from transformers.utils import logging  # here: who only reads files needs no transformers
-
-            logging.get_logger(__name__).warning(
-                f"{self.path} cannot be written ({error.strerror}): the run continues without writing to this file."
-            )
-
-
-def _ends_in_mid_line(path: Path) -> bool:
-    if not path.exists() or not path.stat().st_size:
-        return False
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read() != b"\n"
+        logging.get_logger(__name__).warning_once(
+            f"{path} cannot be written ({error.strerror}): the run continues, and these lines are lost."
+        )
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
-from ..upstream.names import temporarily
+from ..upstream.statements import temporarily
 from .control import saving_forbidden
 from .files import flush, from_first, on_first, whole_file
 
@@ -128,6 +128,17 @@ class BackgroundSaving(_Trainer):
             self._thread.start()
         if in_memory is None or any(causes):
             self._check_saving(wait=True, causes=causes)
+
+    def _save_last_step(self) -> str | None:
+        """Save the last finished step, unless it is saved; return its checkpoint, None if that is not complete."""
+        if not self.state.global_step:
+            return None
+        checkpoint = os.path.join(self.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        self._check_saving(wait=True)  # a save may be under way
+        if read_marker(checkpoint) is None:
+            self._save_checkpoint(self.model_wrapped, None)
+            self._check_saving(wait=True)
+        return checkpoint if read_marker(checkpoint) else None
 
     def _save_own_state(self, checkpoint: str) -> None:
         """Override to save more into `checkpoint`: on all processes, before the marker, unless `save_only_model`."""

@@ -11,7 +11,7 @@ from inspect import cleandoc, formatannotation
 from numbers import Integral
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from ..upstream.names import refuse
+from ..upstream.statements import refuse
 
 Range = str | tuple[str, Callable[[Any], bool]]
 OnlyWith = tuple[str, Any]

@@ -8,8 +8,6 @@ what the names do.
 """
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
 
@@ -241,27 +239,3 @@ def sentence(changes: list[str]) -> str:
         f"trl_ext was tested with {tested}. In the installed {installed}, {'; '.join(changes[:3])}{more}. Install the "
         "tested version, or a newer trl_ext (`python -m trl_ext.cli.contract` shows every item)."
     )
-
-
-def refuse(*cases: tuple[Any, str]) -> None:
-    """Raise a `ValueError` with the message of the first case `(is_wrong, message)` that is wrong."""
-    for is_wrong, message in cases:
-        if is_wrong:
-            raise ValueError(message)
-
-
-@contextmanager
-def temporarily(target: Any, **values: Any) -> Iterator[None]:
-    """
-    Set attributes of `target` within the `with` block, and restore their old values after it, even after an error.
-
-    An attribute that `target` itself did not have before, such as a method of its class, is deleted.
-    """
-    saved = {name: value for name, value in vars(target).items() if name in values}
-    vars(target).update(values)
-    try:
-        yield
-    finally:
-        for name in values.keys() - saved.keys():
-            vars(target).pop(name, None)
-        vars(target).update(saved)

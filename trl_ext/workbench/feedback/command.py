@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ...cli.parser import carried_out, entry_of
+from ...cli.parser import entry_of, parse_and_run
 from ...runs import check_settings, redacted, refuse, setting
 
 OWN = {
@@ -238,7 +238,7 @@ def _rows(args: LabelArguments, folder: Path, left_out: Counter[str]) -> list[di
 
 
 def main(arguments: list[str] | None = None) -> None:
-    args, report = carried_out(LabelArguments, __doc__, run, arguments)
+    args, report = parse_and_run(LabelArguments, __doc__, run, arguments)
     from .report import sentences
 
     for sentence in sentences(report):

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ...cli.parser import carried_out
+from ...cli.parser import parse_and_run
 from ...runs import check_settings, redacted, setting, write_text
 from .command import AskingArguments
 
@@ -205,7 +205,7 @@ def page(found: dict[str, Any], pairs: list[dict[str, Any]], principles: dict[st
 
 
 def main(arguments: list[str] | None = None) -> None:
-    args, found = carried_out(ConstitutionArguments, __doc__, run, arguments)
+    args, found = parse_and_run(ConstitutionArguments, __doc__, run, arguments)
     if args.only_cost:
         return
     folder = Path(args.output_dir)

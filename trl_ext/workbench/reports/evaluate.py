@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from ...cli.parser import carried_out, entry_of
+from ...cli.parser import entry_of, parse_and_run
 from ...runs import check_settings, redacted, setting, write_text
 
 PROMPTS = 10  # that the page shows, each with the answers of all policies
@@ -194,7 +194,7 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments and not arguments[0].startswith("-"):
         arguments = ["--policies", *arguments]
-    args, found = carried_out(EvaluateArguments, __doc__, run, arguments)
+    args, found = parse_and_run(EvaluateArguments, __doc__, run, arguments)
     from ..pages.compare import evaluation_rows
 
     table = [["", *found["policies"]], *evaluation_rows(list(found["policies"].values()))]

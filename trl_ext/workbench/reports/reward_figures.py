@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ... import evaluation
 from ...rewards import awaited, scores_in
-from ...runs import without_nan
+from ...runs import finite
 from ...upstream import get_callable_name, is_conversational
 from ..pages.markup import between, number, percent, render, with_interval
 from .reward_data import Answer, Material, Pair
@@ -137,7 +137,7 @@ def examine(
         "their prompts was cut off.": truncated,
     }
     report["unknown"] = [*material.unknown, *(sentence for sentence, is_so in said.items() if is_so)]
-    return without_nan(report)
+    return finite(report, nan_as_null=True)
 
 
 def _of_pairs(

@@ -190,12 +190,12 @@ def _built(entry: Any, policy_tokenizer: Any) -> Any:
     if isinstance(entry, str):
         return load_reward(entry)
     name, arguments = name_and_arguments(entry, known := _known(), "reward", "a path to a function")
-    given = {k: _mapped(k, value, lambda inner: _built(inner, policy_tokenizer)) for k, value in arguments.items()}
+    built = {k: _mapped(k, value, lambda inner: _built(inner, policy_tokenizer)) for k, value in arguments.items()}
     if policy_tokenizer is not None and name == "ModelReward":
-        given = {"policy_tokenizer": policy_tokenizer, **given}
+        built = {"policy_tokenizer": policy_tokenizer, **built}
     if policy_tokenizer is not None and name == "EnsembleReward":
-        given["model_kwargs"] = {"policy_tokenizer": policy_tokenizer, **(given.get("model_kwargs") or {})}
-    function = known[name](**given)
+        built["model_kwargs"] = {"policy_tokenizer": policy_tokenizer, **(built.get("model_kwargs") or {})}
+    function = known[name](**built)
     if name in _FACTORIES:  # TRL's closures all have one source
         function.identity = json.dumps(entry, sort_keys=True)
     return function

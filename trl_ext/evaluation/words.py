@@ -1,4 +1,4 @@
-"""Find duplicate and nearly duplicate texts, copied runs of words, and the script that a text is written in."""
+"""Split texts into words; find duplicate and nearly duplicate texts, copied runs of words, and a text's script."""
 
 import unicodedata
 from collections import Counter, defaultdict

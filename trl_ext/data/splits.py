@@ -13,9 +13,9 @@ from datasets.exceptions import DatasetGenerationError
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from ..runs.files import whole_file, without_nan
+from ..runs.files import finite, whole_file
 from ..runs.package_files import find
-from .texts import say
+from .messages import say
 from .trained import pair_hashes, prompt_hashes
 
 _BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
@@ -93,12 +93,12 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     """
     Write rows as JSON lines to the file `path`, atomically: the file is complete, or the old one is unchanged.
 
-    NaN and infinities become null; a value of a type that JSON lacks is written as `str(value)`.
+    NaN and infinities become null; arrays become lists, and other values of types that JSON lacks become text.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     # Half of a surrogate pair has no UTF-8; written as \udXXX, JSON reads it back as it was
     with whole_file(path) as temporary, temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
-        file.writelines(json.dumps(without_nan(row), ensure_ascii=False, default=str) + "\n" for row in rows)
+        file.writelines(json.dumps(finite(row, nan_as_null=True), ensure_ascii=False) + "\n" for row in rows)
 
 
 def split_groups(

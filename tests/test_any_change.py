@@ -15,8 +15,16 @@ from transformers import TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from tests.dpo.worker import QUIET, pairs
-from tests.ppo.worker import letters_reward, weights
-from tests.tiny import prompts, tiny_config, tiny_gpt2, tiny_llama, tiny_reward_model, tiny_tokenizer
+from tests.tiny import (
+    letters_reward,
+    prompts,
+    tiny_config,
+    tiny_gpt2,
+    tiny_llama,
+    tiny_reward_model,
+    tiny_tokenizer,
+    weights,
+)
 from trl_ext import DPOConfig, DPOTrainer, PPOTrainer
 from trl_ext.runs.checkpoints import ResumableRun, differences, fingerprint
 

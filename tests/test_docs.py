@@ -161,7 +161,7 @@ def test_tables_of_settings_agree_with_the_fields(subtests):
 
 def documented_keys(heading):
     rows = table("docs/metrics.md", heading)
-    return {key.replace("<name>", "length_reward") for row in rows for key in codes(row[0])}
+    return {key.replace("<name>", "letters_reward") for row in rows for key in codes(row[0])}
 
 
 @pytest.mark.slow

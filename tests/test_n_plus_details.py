@@ -21,8 +21,16 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from tests.ppo.worker import collected
-from tests.tiny import length_reward, prompts, tiny_gpt2, tiny_llama, tiny_ppo, tiny_reward_model, tiny_tokenizer
+from tests.tiny import (
+    collected,
+    length_reward,
+    prompts,
+    tiny_gpt2,
+    tiny_llama,
+    tiny_ppo,
+    tiny_reward_model,
+    tiny_tokenizer,
+)
 from trl_ext import PPOTrainer
 
 EOS = 2

@@ -32,7 +32,7 @@ class Always(MonitorCallback):
     """Alerts at the first log."""
 
     def watch(self, logs):
-        yield Finding("it speaks", "Look at it.", 1.0, 0.5, acts=False)
+        yield Finding("it fires", "Look at it.", 1.0, 0.5, acts=False)
 
 
 def consoles(trainer):
@@ -56,7 +56,7 @@ def test_ppo(tmp_path, capsys, caplog, wide):
     assert found[0]["entropy"] != "-" and found[1]["score"] == "-"  # no rollout begins at step 2
     assert float(found[-1]["length"]) > 0
     # An alert goes to the script's own logging, and is not shown twice
-    assert sum("it speaks" in record.message for record in caplog.records) == 1 and "it speaks" not in out
+    assert sum("it fires" in record.message for record in caplog.records) == 1 and "it fires" not in out
 
 
 def test_rows_of_a_stock_trainer(tmp_path, capsys, wide):

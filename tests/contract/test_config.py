@@ -17,7 +17,7 @@ def test_later_checks_of_grpo_config_are_covered():
     place = next(i for i, text in enumerate(texts) if "at least 2 generations" in text)
     for node in (node for statement in function.body[place + 1 :] for node in ast.walk(statement)):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
-            require(node.attr in REFUSED, f"GRPOConfig goes on with `{node.attr}`", "`PPOConfig`")
+            require(node.attr in REFUSED, f"GRPOConfig continues with `{node.attr}`", "`PPOConfig`")
 
 
 def test_to_dict_hides_no_setting(tmp_path):

@@ -84,7 +84,7 @@ def test_generate_continues_from_a_cache_of_all_but_the_last_token():
     mask = torch.cat([mask, torch.ones(3, 2, dtype=torch.long)], 1)[[0, 2]]
     seen.clear()
     ended = model.generate(begun[[0, 2]], attention_mask=mask, generation_config=greedy(4), past_key_values=cache)
-    require(seen == [(2, 1)] * 4, f"a call that goes on reads {seen}", reader)
+    require(seen == [(2, 1)] * 4, f"a call that continues reads {seen}", reader)
     require(torch.equal(ended, whole[[0, 2]]), "two calls do not answer as one does", reader)
 
 

@@ -43,18 +43,18 @@ import recipes.sft  # noqa: E402
 from tests.agents import byte_tokenizer, counts, played_by  # noqa: E402
 from tests.launch import spare_time  # noqa: E402
 from tests.ppo.agent_worker import TOGETHER, make as make_agent  # noqa: E402
-from tests.ppo.worker import (  # noqa: E402
-    CORRECTED,
-    EachStep,
-    make_trainer,
-    raised_by,
-    reward_mistake,
+from tests.ppo.worker import CORRECTED, EachStep, raised_by, reward_mistake, topic_reward, with_nan  # noqa: E402
+from tests.tiny import (  # noqa: E402
+    ON_CPU,
+    WORDS,
+    prompts,
     scripted,
     skewed,
-    topic_reward,
-    with_nan,
+    tiny_llama,
+    tiny_ppo,
+    tiny_reward_model,
+    tiny_tokenizer,
 )
-from tests.tiny import ON_CPU, WORDS, prompts, tiny_llama, tiny_reward_model, tiny_tokenizer  # noqa: E402
 from trl_ext import DPOConfig, DPOTrainer, save_base_fingerprint  # noqa: E402
 from trl_ext.callbacks import CanaryCallback  # noqa: E402
 
@@ -116,13 +116,13 @@ def micro_batches(size, steps, parts):
     return {"per_device_train_batch_size": size // parts, "gradient_accumulation_steps": steps * parts}
 
 
-def ppo(inputs, output_dir, processes, lora, trainer_kwargs=None, reward=None, parts=1, **config):
+def ppo(inputs, output_dir, processes, lora, reward=None, parts=1, **config):
     peft = {"peft_config": LoraConfig(task_type="CAUSAL_LM", **LORA)} if lora else {}
-    return make_trainer(
+    return tiny_ppo(
         output_dir,
-        reward or ([str(inputs / "reward")] if lora else topic_reward),
         str(inputs / "policy"),
-        trainer_kwargs=peft | (trainer_kwargs or {}),
+        reward or ([str(inputs / "reward")] if lora else topic_reward),
+        **peft,
         **{**PPO, **(ONE_EPOCH if reward else {}), **micro_batches(2 // processes, 2, parts)}
         | {"save_strategy": "steps", **config},
         save_in_background=reward is None,  # each of the two ways to save has its workloads
@@ -197,9 +197,8 @@ def run(workload, inputs, folder, processes, resume=False, parts=1):
         options = GRADIENT if kind == "gradient" else {"step_kl_target": 0.05} if kind == "ppo" else {}
         if kind == "separate":  # a reward model with a base of its own, and a reference that moves
             options = {"reward": [str(inputs / ("reward" if lora else "reward model"))], "share_reward_base": False}
-            options |= {} if lora else {"baseline": "gated"}
             # A newly initialised critic adapter would be another one under ZeRO-3
-            options["trainer_kwargs"] = {"value_model": str(inputs / "reward")} if lora else {}
+            options |= {"value_model": str(inputs / "reward")} if lora else {"baseline": "gated"}
             options |= CORRECTED  # completions of another engine
         answering = skewed if kind == "separate" else scripted
         trainer = answering(ppo(inputs, output_dir, processes, lora, parts=parts, **options))
@@ -287,7 +286,7 @@ class FirstIsBest(TrainerCallback):
 
 
 def best(inputs, folder, lora):
-    trainer = ppo(inputs, folder, 2, lora, {"eval_dataset": prompts(4, seed=9)}, **BEST)
+    trainer = ppo(inputs, folder, 2, lora, eval_dataset=prompts(4, seed=9), **BEST)
     trainer.add_callback(FirstIsBest())
     trainer.train()
     trainer.save_model()

@@ -22,10 +22,8 @@ from tests.dpo.worker import (
 from tests.tiny import tiny_llama
 
 LORA = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian")}
-# Options without an effect: the tap is in place, and TRL's loss is unchanged
-
 # Length-normalised, with an option, of the whole batch, without a reference
-TELLING = ["ipo", "exo_pair", "aot_unpaired", "sft"]
+SPECIAL_CASES = ["ipo", "exo_pair", "aot_unpaired", "sft"]
 
 
 def assert_same_run(ours, theirs):
@@ -38,7 +36,7 @@ def assert_same_run(ours, theirs):
 
 
 @pytest.mark.parametrize(
-    "loss_types", [["sigmoid"], pytest.param(TELLING, marks=pytest.mark.slow)], ids=["sigmoid", "telling"]
+    "loss_types", [["sigmoid"], pytest.param(SPECIAL_CASES, marks=pytest.mark.slow)], ids=["sigmoid", "special cases"]
 )
 def test_with_options_off_each_loss_has_trls_bits(subtests, loss_types, tmp_path):
     for loss_type in loss_types:

@@ -10,8 +10,7 @@ from datasets import Dataset
 
 from tests.dpo.test_row_means import KINDS, ROWS, evaluated, trainer_of
 from tests.launch import spare_time
-from tests.ppo.worker import weights
-from tests.tiny import ON_CPU, WORDS, tiny_llama, tiny_tokenizer
+from tests.tiny import ON_CPU, WORDS, tiny_llama, tiny_tokenizer, weights
 from trl_ext import DPOConfig, DPOTrainer
 
 QUIET = {

@@ -143,7 +143,7 @@ def test_gradients_of_micro_batches_add_up_to_that_of_the_batch():
 NAN, INF = math.nan, math.inf
 # Ratios of tokens: 2, 4, 1/4 in the first row, 1/2, 1 in the second one; of the rows: 2, 1/2. NaN is under the mask.
 LOGPROBS = torch.tensor([[0.8, 0.4, 0.1], [0.2, 0.5, NAN]]).log()
-DRAWN = torch.tensor([[0.4, 0.1, 0.4], [0.4, 0.5, NAN]]).log()
+SAMPLER_LOGPROBS = torch.tensor([[0.4, 0.1, 0.4], [0.4, 0.5, NAN]]).log()
 MASK = torch.tensor([[1, 1, 1], [1, 1, 0]])
 
 
@@ -159,7 +159,7 @@ MASK = torch.tensor([[1, 1, 1], [1, 1, 0]])
     ],
 )
 def test_weights_of_worked_examples(mode, bounds, weights, outside):
-    actual, is_outside = importance_weights(LOGPROBS, DRAWN, MASK, mode, *bounds)
+    actual, is_outside = importance_weights(LOGPROBS, SAMPLER_LOGPROBS, MASK, mode, *bounds)
     assert_close(actual, torch.tensor(weights))
     assert is_outside.int().tolist() == outside
 
@@ -176,13 +176,13 @@ def test_weights_are_finite_whatever_the_log_probs():
     downs, _ = importance_weights(2 * long, long, torch.ones_like(long), "sequence_truncate")
     assert_close(ups, torch.full((2, 1), math.exp(20)))
     assert_close(downs, torch.zeros(2, 1))
-    half, _ = importance_weights(LOGPROBS.bfloat16(), DRAWN.bfloat16(), MASK, "sequence_truncate")
+    half, _ = importance_weights(LOGPROBS.bfloat16(), SAMPLER_LOGPROBS.bfloat16(), MASK, "sequence_truncate")
     assert half.dtype == torch.float32
 
 
 def test_a_sampler_logprob_that_is_not_finite_is_refused():
     with pytest.raises(ValueError, match="sampler_logprobs must be finite at real tokens, got nan"):
-        importance_weights(LOGPROBS, DRAWN, torch.ones_like(MASK), "token_mask")
+        importance_weights(LOGPROBS, SAMPLER_LOGPROBS, torch.ones_like(MASK), "token_mask")
 
 
 def test_effective_sample_size():

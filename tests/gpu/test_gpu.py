@@ -19,19 +19,20 @@ from safetensors.torch import load_file
 
 from benchmarks.gpu_row import without
 from tests.agents import Counter, byte_tokenizer, call, counts
-from tests.ppo import worker
 from tests.ppo.agent_worker import rows
-from tests.ppo.worker import (
+from tests.tiny import (
+    CHECKPOINTING,
     collected,
-    lora_trainer,
-    make_trainer,
     optimizer_state,
     randomize,
     rows_of,
     scripted,
+    tiny_config,
+    tiny_llama,
+    tiny_lora_ppo,
+    tiny_ppo,
     weights,
 )
-from tests.tiny import tiny_config, tiny_llama
 from trl_ext import PPOTrainer
 from trl_ext.functional import logprobs_and_entropies
 from trl_ext.models.decoding import Histories, TokenSampler
@@ -43,7 +44,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="there is no GPU"),
 ]
-BUILD = {"full": make_trainer, "lora": lora_trainer}
+BUILD = {"full": tiny_ppo, "lora": tiny_lora_ppo}
 HERE = {"use_cpu": DEVICE == "cpu", "max_steps": 2, "num_ppo_epochs": 1}
 # Log-probs are recorded during sampling, and also computed again
 BOTH_LOGPROBS = {"old_logprobs": "recompute", "importance_sampling_mode": "token_truncate"}
@@ -82,12 +83,12 @@ def test_a_rollout_and_its_update_equal_those_of_a_cpu(build, tmp_path):
 
 
 @pytest.mark.parametrize("build", BUILD)
-@pytest.mark.parametrize("checkpointing", worker.CHECKPOINTING)
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bfloat16_trains(build, checkpointing, dtype, tmp_path):
     """With adapters the base keeps its bits, for each kind of activation checkpointing."""
     model = tiny_llama().to(dtype)
-    trainer = BUILD[build](tmp_path, model=model, **HERE, bf16=True, **worker.CHECKPOINTING[checkpointing])
+    trainer = BUILD[build](tmp_path, model=model, **HERE, bf16=True, **CHECKPOINTING[checkpointing])
     start, trained = weights(trainer), {n for n, p in trainer.model.named_parameters() if p.requires_grad}
     trainer.train()
     after = weights(trainer)
@@ -99,9 +100,7 @@ def test_bfloat16_trains(build, checkpointing, dtype, tmp_path):
 
 
 def test_adapters_get_the_same_gradients_with_activation_checkpointing(tmp_path):
-    found = {
-        name: rollout_and_steps(tmp_path / name, "lora", **kwargs)[2] for name, kwargs in worker.CHECKPOINTING.items()
-    }
+    found = {name: rollout_and_steps(tmp_path / name, "lora", **kwargs)[2] for name, kwargs in CHECKPOINTING.items()}
     for name, delta in found["off"].items():
         for other in ("reentrant", "non-reentrant"):
             torch.testing.assert_close(found[other][name], delta, rtol=1e-4, atol=1e-6)
@@ -240,7 +239,7 @@ def test_trls_kernel_equals_our_head(dtype):
 def test_fused_adamw_is_adamw(tmp_path):
     found = {}
     for optim in ("adamw_torch", "adamw_torch_fused"):
-        trainer = scripted(make_trainer(tmp_path / optim, **HERE, optim=optim, learning_rate=1e-3))
+        trainer = scripted(tiny_ppo(tmp_path / optim, **HERE, optim=optim, learning_rate=1e-3))
         trainer.train()
         found[optim] = weights(trainer)
     for name, weight in found["adamw_torch"].items():
@@ -277,7 +276,7 @@ def test_seconds_that_training_waits_for_a_checkpoint(where, tmp_path, record_pr
     """Each checkpoint is complete and has the bits of its step, though training continued while it was written."""
     size = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8} if DEVICE == "cuda" else {}
     saving = {"save_strategy": "steps", "save_steps": 2, "save_in_background": where == "background"}
-    trainer = scripted(make_trainer(tmp_path, model=tiny_llama(**size), **{**HERE, **saving, "max_steps": 4}))
+    trainer = scripted(tiny_ppo(tmp_path, tiny_llama(**size), **{**HERE, **saving, "max_steps": 4}))
     states, spent, save = {}, [], trainer._save_checkpoint
 
     def timed(*args):
@@ -316,9 +315,8 @@ def test_qlora(tmp_path):
 
     tiny_llama(hidden_size=64, intermediate_size=128).save_pretrained(tmp_path / "base")
     quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
-    trainer = lora_trainer(
-        tmp_path, model=str(tmp_path / "base"), trainer_kwargs={"quantization_config": quantization}, **HERE, bf16=True
-    )
+    base = str(tmp_path / "base")
+    trainer = tiny_lora_ppo(tmp_path, model=base, quantization_config=quantization, **HERE, bf16=True)
     start = weights(trainer)
     trainer.train()
     after, quantized = weights(trainer), {n for n, p in trainer.model.named_parameters() if p.dtype == torch.uint8}

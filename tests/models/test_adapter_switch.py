@@ -11,19 +11,8 @@ from torch.testing import assert_close
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer
 
-from tests.ppo.worker import (
-    BUILDERS,
-    CHECKPOINTING,
-    assert_gradients_of_separate_models,
-    gradients,
-    lora_configs,
-    lora_trainer,
-    make_trainer,
-    randomize,
-    users_model,
-    weights,
-)
-from tests.tiny import tiny_llama
+from tests.ppo.worker import assert_gradients_of_separate_models, gradients, users_model
+from tests.tiny import BUILDERS, CHECKPOINTING, lora_configs, randomize, tiny_llama, tiny_lora_ppo, tiny_ppo, weights
 from trl_ext.models.adapters import AdapterSwitch, base_fingerprint
 
 EXACT = {"rtol": 0, "atol": 0, "equal_nan": True}
@@ -69,8 +58,8 @@ def reference_logits(trainer):
 @pytest.mark.parametrize("is_users", [False, True], ids=["peft_config", "PeftModel"])
 @pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.extra)])
 def test_the_reference_is_never_trained(name, is_users, tmp_path):
-    kwargs = {"model": users_model(name), "trainer_kwargs": {"peft_config": None}} if is_users else {}
-    trainer = lora_trainer(
+    kwargs = {"model": users_model(name), "peft_config": None} if is_users else {}
+    trainer = tiny_lora_ppo(
         tmp_path, name, learning_rate=1e-1, weight_decay=0.5, **kwargs, **CHECKPOINTING["non-reentrant"]
     )
     base = {n: p for n, p in weights(trainer).items() if "lora_" not in n and "score" not in n}
@@ -99,7 +88,7 @@ def test_the_reference_is_never_trained(name, is_users, tmp_path):
 def test_an_optimizer_without_the_critic_is_refused(tmp_path):
     policy = get_peft_model(tiny_llama(), lora_configs()[0])
     optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad])
-    trainer = make_trainer(tmp_path, model=policy, trainer_kwargs={"optimizers": (optimizer, None)})
+    trainer = tiny_ppo(tmp_path, policy, optimizers=(optimizer, None))
     with pytest.raises(ValueError, match="trainable weights of the critic are not in the optimizer"):
         trainer.train()
 
@@ -147,7 +136,7 @@ def vllm(monkeypatch):
 def test_vllm_gets_the_merged_policy_under_the_base_models_names(name, vllm, tmp_path):
     """In training, with adapters of critic and reference on the base, which keeps its bits."""
     config = {"use_vllm": True, "importance_sampling_mode": "none", "learning_rate": 1e-2, "max_steps": 8}
-    trainer = make_trainer(tmp_path, model=users_model(name), **config)
+    trainer = tiny_ppo(tmp_path, users_model(name), **config)
     before, client = weights(trainer), trainer.vllm_generation.vllm_client
     trainer.train()
 
@@ -169,7 +158,7 @@ def test_under_autocast_adapters_store_no_copy_of_their_inputs(checkpointing, tm
     config = {"bf16": True, "max_steps": 1, "num_ppo_epochs": 1, **CHECKPOINTING[checkpointing]}
 
     def gradients_and_bytes():
-        trainer = lora_trainer(tmp_path, model=tiny_llama().to(torch.bfloat16), **config)
+        trainer = tiny_lora_ppo(tmp_path, model=tiny_llama().to(torch.bfloat16), **config)
         model, kept = trainer.model.train(), {}
         randomize(model)
 
@@ -192,8 +181,8 @@ def test_under_autocast_adapters_store_no_copy_of_their_inputs(checkpointing, tm
 
 
 @each_checkpointing("non-reentrant")
-def test_under_autocast_adapters_with_dropout_are_recomputed_exactly(checkpointing, tmp_path):
-    peft = {"peft_config": LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.5)}
+def test_under_autocast_adapters_with_dropout_can_be_recomputed(checkpointing, tmp_path):
+    peft = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.5)
     config = {"bf16": True, "disable_dropout": False, "max_steps": 1, **CHECKPOINTING[checkpointing]}
-    trainer = make_trainer(tmp_path, model=tiny_llama().to(torch.bfloat16), trainer_kwargs=peft, **config)
+    trainer = tiny_ppo(tmp_path, tiny_llama().to(torch.bfloat16), peft_config=peft, **config)
     assert trainer.train().global_step == 1

@@ -7,8 +7,18 @@ from torch.nn.attention import varlen
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, Gemma2Config, Lfm2Config, MambaConfig, PreTrainedModel
 
-from tests.ppo.worker import CHECKPOINTING, lora_trainer, make_trainer, randomize, rows_of, scripted, weights
-from tests.tiny import tiny_gpt2, tiny_llama, tiny_ppo, tiny_reward_model
+from tests.tiny import (
+    CHECKPOINTING,
+    randomize,
+    rows_of,
+    scripted,
+    tiny_gpt2,
+    tiny_llama,
+    tiny_lora_ppo,
+    tiny_ppo,
+    tiny_reward_model,
+    weights,
+)
 from trl_ext.models.packing import VARLEN, keeps_rows_apart, pack, use_varlen
 from trl_ext.ppo import passes
 
@@ -142,7 +152,7 @@ def on_cpu(monkeypatch):
     return taken
 
 
-@pytest.mark.parametrize("build", [pytest.param(make_trainer, marks=pytest.mark.slow), lora_trainer])
+@pytest.mark.parametrize("build", [pytest.param(tiny_ppo, marks=pytest.mark.slow), tiny_lora_ppo])
 @pytest.mark.parametrize("checkpointing", ["off", pytest.param("reentrant", marks=pytest.mark.slow), "non-reentrant"])
 def test_a_rollout_and_its_update_are_those_of_sdpa(build, checkpointing, on_cpu, tmp_path, monkeypatch):
     def trained(name):

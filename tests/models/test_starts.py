@@ -6,8 +6,7 @@ import pytest
 from datasets import Dataset
 from transformers import AutoTokenizer
 
-from tests.ppo.worker import make_trainer
-from tests.tiny import ON_CPU, tiny_llama, tiny_reward_model, tiny_tokenizer
+from tests.tiny import ON_CPU, tiny_llama, tiny_ppo, tiny_reward_model, tiny_tokenizer
 from trl_ext.dpo import ResumableRewardTrainer, ResumableSFTTrainer, RewardConfig, SFTConfig
 from trl_ext.ppo import CriticConfig, CriticTrainer
 
@@ -29,8 +28,8 @@ def sft(folder, tokenizer, rows, **settings):
 
 def ppo(folder, tokenizer, rows, **settings):
     prompts = Dataset.from_list([{"prompt": row["prompt"]} for row in rows])
-    kwargs = {"train_dataset": prompts, "processing_class": tokenizer}
-    return make_trainer(folder, model=tiny_llama(vocab_size=len(tokenizer) + 2), trainer_kwargs=kwargs, **settings)
+    model = tiny_llama(vocab_size=len(tokenizer) + 2)
+    return tiny_ppo(folder, model, train_dataset=prompts, processing_class=tokenizer, **settings)
 
 
 @pytest.mark.parametrize("build, fixed", [(sft, {"eos_token": "<im_end>"}), (ppo, {"stop_token_id": None})])
@@ -64,9 +63,9 @@ def test_ppo_refuses_a_pad_token_without_an_embedding(lacking, tmp_path):
     tokenizer = tiny_tokenizer(pad=False)
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     policy, reward = tiny_llama(vocab_size=len(tokenizer)), tiny_reward_model(tiny_llama())
-    given = {"model": policy, "reward": reward} if lacking == "reward model" else {"model": tiny_llama()}
+    given = {"model": policy, "reward_funcs": reward} if lacking == "reward model" else {"model": tiny_llama()}
     with pytest.raises(ValueError, match=r"'\[PAD\]' has the id"):
-        make_trainer(tmp_path, **given, trainer_kwargs={"processing_class": tokenizer})
+        tiny_ppo(tmp_path, **given, processing_class=tokenizer)
 
 
 @pytest.mark.parametrize("kind", ["sft", "reward"])

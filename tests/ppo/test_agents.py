@@ -19,8 +19,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from tests.agents import Counter, SteppedCounter, byte_tokenizer, call, counts, played_by
 from tests.ppo.agent_worker import Kept, make as make_worker
-from tests.ppo.worker import collected
-from tests.tiny import ON_CPU, tiny_llama, tiny_ppo
+from tests.tiny import ON_CPU, collected, tiny_llama, tiny_ppo
 from trl_ext.functional import gae, turn_gae, turn_starts
 from trl_ext.ppo.collection import Collection
 from trl_ext.ppo.environments import TooSlow, limited

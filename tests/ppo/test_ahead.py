@@ -7,8 +7,7 @@ import pytest
 from transformers import TrainerCallback
 
 from tests.ppo.vllm_stub import after, serving
-from tests.ppo.worker import collected, make_trainer, weights
-from tests.tiny import prompts, tiny_llama
+from tests.tiny import collected, prompts, tiny_llama, tiny_ppo, weights
 from trl_ext.models.generation import completion_logprobs
 from trl_ext.ppo import ServerLost
 from trl_ext.runs.checkpoints import checkpoint_to_resume
@@ -36,7 +35,7 @@ def tokens(ids, mask):
 def on_server(tmp_path, server, **config):
     config = {"vllm_server_timeout": TIMEOUT, "num_generations": 2, "max_steps": 12, "learning_rate": 1e-2} | config
     server_mode = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": server.url}
-    return make_trainer(tmp_path, rollouts_ahead=1, **server_mode, **config)
+    return tiny_ppo(tmp_path, rollouts_ahead=1, **server_mode, **config)
 
 
 def sampled_from(trainer, resume=None, model=None, tolerance=1e-5):
@@ -63,34 +62,34 @@ def sampled_from(trainer, resume=None, model=None, tolerance=1e-5):
 
 def test_a_server_generates_while_the_last_rollout_is_trained_on(monkeypatch, tmp_path):
     """It gets no weights meanwhile, neither before a rollout nor before an evaluation."""
-    goes_on, started, drawing, together, waits = threading.Event(), [], [], [], []
+    is_trained, started, generating, together, waits = threading.Event(), [], [], [], []
 
     class Trained(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 2:
-                goes_on.set()  # the second rollout was requested, and training does not wait
+                is_trained.set()  # the second rollout was requested, and training does not wait
 
     with serving(tiny_llama(seed=5), monkeypatch) as server:
         say = server.say
 
         def said(path, body):
             if path == "/update_weights":
-                together.extend(drawing)
+                together.extend(generating)
             if path != "/v1/completions":
                 return say(path, body)
             started.append(path)
-            drawing.append(path)
+            generating.append(path)
             second = trainer._ahead.pending.get(1)  # both are requested at once, and may come in any order
             if second and second.prompts[0] == body["prompt"][0]:
-                waits.append(goes_on.wait(TIMEOUT))
+                waits.append(is_trained.wait(TIMEOUT))
             if len(started) == 3:
                 time.sleep(1.0)  # an evaluation begins meanwhile
             answer = say(path, body)
-            drawing.pop()
+            generating.pop()
             return answer
 
         server.say = said
-        evaluated = {"eval_strategy": "steps", "eval_steps": 5, "trainer_kwargs": {"eval_dataset": prompts(2)}}
+        evaluated = {"eval_strategy": "steps", "eval_steps": 5, "eval_dataset": prompts(2)}
         trainer = on_server(tmp_path, server, **evaluated)
         trainer.add_callback(Trained())
         assert sampled_from(trainer) == [0, 0, 1]

@@ -5,8 +5,7 @@ import asyncio
 import pytest
 import torch
 
-from tests.ppo.worker import make_trainer, weights, without_clock
-from tests.tiny import length_reward, prompts
+from tests.tiny import length_reward, prompts, tiny_ppo, weights, without_clock
 
 
 class Recorded:
@@ -32,13 +31,14 @@ class RecordedAsync(Recorded):
 
 
 def end_of(tmp_path, reward):
-    trainer = make_trainer(
+    trainer = tiny_ppo(
         tmp_path,
+        None,
         [reward, length_reward],
         reward_weights=[1.0, 0.5],
         eval_strategy="steps",
         eval_steps=2,
-        trainer_kwargs={"train_dataset": prompts(), "eval_dataset": prompts(6, seed=3)},
+        eval_dataset=prompts(6, seed=3),
         missing_eos_penalty=1.0,
     )
     trainer.train()
@@ -79,7 +79,7 @@ def test_an_error_in_the_background_is_named_and_no_call_is_left(tmp_path):
                 raise ConnectionError("no server")
             return [float(len(calls))] * len(completions)
 
-    trainer = make_trainer(tmp_path, Failing(in_background=True), max_steps=1)
+    trainer = tiny_ppo(tmp_path, None, Failing(in_background=True), max_steps=1)
     with pytest.raises(RuntimeError, match="At step 0, process 0: reward function 'noting': ConnectionError: no s"):
         trainer.train()
 

@@ -6,8 +6,17 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tests.ppo.worker import collected, rows_of
-from tests.tiny import WORDS, length_reward, prompts, tiny_llama, tiny_ppo, tiny_reward_model, tiny_tokenizer
+from tests.tiny import (
+    WORDS,
+    collected,
+    length_reward,
+    prompts,
+    rows_of,
+    tiny_llama,
+    tiny_ppo,
+    tiny_reward_model,
+    tiny_tokenizer,
+)
 from trl_ext.rewards.model import ModelReward
 
 # ---- Input that would train wrongly or fail late ----

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from tests.ppo.worker import collected, make_trainer, rows_of
+from tests.tiny import collected, rows_of, tiny_ppo
 from trl_ext.functional import critic_products, critic_weight, gae, mean_baselines
 
 
@@ -31,7 +31,7 @@ PLAIN = {"normalize_advantages": False, "gamma": 0.97, "max_steps": 8, "learning
 
 @pytest.mark.parametrize("generations", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_mean_is_subtracted_and_there_is_no_critic(tmp_path, generations):
-    trainer = make_trainer(tmp_path, baseline="mean", num_generations=generations, **PLAIN)
+    trainer = tiny_ppo(tmp_path, baseline="mean", num_generations=generations, **PLAIN)
     rollouts = recorded(trainer)
     assert len(rollouts) > 1
     for rollout, (rewards, values, advantages, _) in rollouts:
@@ -46,7 +46,7 @@ def test_the_mean_is_subtracted_and_there_is_no_critic(tmp_path, generations):
 
 @pytest.mark.slow
 def test_the_gate_weighs_the_critic_before_it_is_fitted(tmp_path):
-    trainer = make_trainer(tmp_path, baseline="gated", lam=0.9, critic_learning_rate=3e-2, **PLAIN | {"max_steps": 16})
+    trainer = tiny_ppo(tmp_path, baseline="gated", lam=0.9, critic_learning_rate=3e-2, **PLAIN | {"max_steps": 16})
     torch.nn.init.normal_(trainer.model.critic.score.weight, generator=torch.Generator().manual_seed(3))
     products, weights = torch.zeros(2, dtype=torch.float64), []
     for rollout, (rewards, values, advantages, critics_target) in recorded(trainer):
@@ -66,7 +66,7 @@ def test_a_random_gated_critic_leaves_no_constant_in_the_advantages(tmp_path):
     def reward(completions, **kwargs):
         return [100.0 + len(completion) % 3 for completion in completions]
 
-    trainer = make_trainer(tmp_path, reward, baseline="gated", **PLAIN | {"max_steps": 1, "gamma": 1.0})
+    trainer = tiny_ppo(tmp_path, None, reward, baseline="gated", **PLAIN | {"max_steps": 1, "gamma": 1.0})
     torch.nn.init.zeros_(trainer.model.critic.score.weight)
     ((rollout, (*_, advantages, _)),) = recorded(trainer)
     assert logged(trainer, "val/baseline_weight") == [0.0]

@@ -12,20 +12,16 @@ from tests.launch import on_two_processes
 from tests.ppo.agent_worker import TOGETHER, make as make_agent
 from tests.ppo.test_critic_pretraining import stepped
 from tests.ppo.worker import (
-    BUILDERS,
     BY_ONE,
-    CHECKPOINTING,
     CORRECTED,
     LORA_PARITY,
     RESUMED,
     assert_gradients_of_separate_models,
     evaluation,
-    make_trainer,
     parity,
-    skewed,
 )
 from tests.rounding import bound
-from tests.tiny import tiny_config
+from tests.tiny import BUILDERS, CHECKPOINTING, skewed, tiny_config, tiny_ppo
 from trl_ext.runs.checkpoints import checkpoint_to_resume
 from trl_ext.runs.saving import MARKER
 
@@ -36,7 +32,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 def launches(tmp_path_factory):
     """Launch four modules at once; return the folder of each and the results of each process."""
     of = {name: tmp_path_factory.mktemp(name) for name in ("ppo", "agents", "critic", "vllm")}
-    make_trainer(of["ppo"] / "by one", **BY_ONE).train()
+    tiny_ppo(of["ppo"] / "by one", **BY_ONE).train()
     results = on_two_processes(
         ("tests.ppo.worker", of["ppo"], "distributed"),
         ("tests.ppo.agent_worker", of["agents"], "distributed"),
@@ -212,7 +208,7 @@ def test_a_checkpoint_of_one_process_is_refused_on_two(results):
 
 
 def test_a_checkpoint_of_two_processes_is_refused_on_one(launch):
-    trainer = make_trainer(launch[0] / "saved", **RESUMED | {"max_steps": 12})
+    trainer = tiny_ppo(launch[0] / "saved", **RESUMED | {"max_steps": 12})
     with pytest.raises(ValueError, match=BY_ANOTHER.format(12, 2, 1)):
         trainer.train(True)
     assert trainer.state.global_step == 0

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.ppo.worker import without_clock
-from tests.tiny import length_reward, prompts, tiny_ppo
+from tests.tiny import length_reward, prompts, tiny_ppo, without_clock
 
 
 class Spy:

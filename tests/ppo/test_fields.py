@@ -6,7 +6,7 @@ import pytest
 import torch
 from trl import GRPOConfig
 
-from tests.tiny import WORDS, assert_each_changes, prompts, tiny_gpt2, tiny_ppo
+from tests.tiny import WORDS, assert_each_changes, length_reward, prompts, tiny_gpt2, tiny_ppo
 from trl_ext import PPOConfig
 from trl_ext.functional import LAM_SCHEDULES
 from trl_ext.ppo.config import REFUSED
@@ -85,7 +85,7 @@ def trained(tmp_path, **config):
     model.lm_head.weight.data[2] *= 2  # so that EOS is sampled sometimes
     config = {"learning_rate": 1e-2, "num_train_epochs": 2.0, "train_dataset": rows, **steps, **config}
     torch.manual_seed(0)
-    trainer = tiny_ppo(tmp_path, model, **config)
+    trainer = tiny_ppo(tmp_path, model, length_reward, **config)
     torch.manual_seed(0)
     trainer.train()
     return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])

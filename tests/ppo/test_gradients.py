@@ -6,8 +6,8 @@ from peft import LoraConfig
 from torch.testing import assert_close
 from transformers import TrainerCallback
 
-from tests.ppo.worker import lora_trainer, make_trainer, rows_of, scripted, topic_reward, weights, without_clock
-from tests.tiny import tiny_gpt2, tiny_llama
+from tests.ppo.worker import topic_reward
+from tests.tiny import rows_of, scripted, tiny_gpt2, tiny_llama, tiny_lora_ppo, tiny_ppo, weights, without_clock
 from trl_ext import PPOTrainer
 from trl_ext.models import lm_head
 
@@ -29,7 +29,7 @@ def first_gradients(output_dir, batch_size, accumulation, **kwargs):
         "max_grad_norm": 0.0,
         "entropy_coef": 0.05,
     } | kwargs
-    trainer = scripted(make_trainer(output_dir, **config))
+    trainer = scripted(tiny_ppo(output_dir, **config))
     with torch.no_grad():  # so that values are not 0, and the critic's backbone has a gradient
         torch.nn.init.normal_(trainer.model.critic.score.weight, generator=torch.Generator().manual_seed(3))
     gradients = _Gradients()
@@ -43,7 +43,7 @@ def first_gradients(output_dir, batch_size, accumulation, **kwargs):
     [
         pytest.param({"model": tiny_gpt2}, id="gpt2"),
         pytest.param({}, id="llama", marks=pytest.mark.slow),
-        pytest.param({"reward": topic_reward}, id="with unscored rows", marks=pytest.mark.slow),
+        pytest.param({"reward_funcs": topic_reward}, id="with unscored rows", marks=pytest.mark.slow),
         pytest.param({"num_mini_batches": 2}, id="two minibatches", marks=pytest.mark.slow),
     ],
 )
@@ -56,7 +56,7 @@ def test_the_gradient_does_not_depend_on_the_micro_batches(kwargs, tmp_path):
     lengths = rows_of(trainer)["completion_mask"].sum(1)
     assert len(lengths.unique()) >= 4
     scored = rows_of(trainer)["loss_mask"].any(1)
-    assert scored.all() != ("reward" in kwargs) and scored.sum() >= 2
+    assert scored.all() != ("reward_funcs" in kwargs) and scored.sum() >= 2
     largest = {
         role: max(g.abs().max() for name, g in expected.items() if name.startswith(role))
         for role in ("policy", "critic")
@@ -69,7 +69,7 @@ def test_the_gradient_does_not_depend_on_the_micro_batches(kwargs, tmp_path):
             assert_close(gradient, expected[name], rtol=0, atol=bound, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("build", [pytest.param(make_trainer, marks=pytest.mark.slow), lora_trainer])
+@pytest.mark.parametrize("build", [pytest.param(tiny_ppo, marks=pytest.mark.slow), tiny_lora_ppo])
 def test_policy_and_critic_have_separate_backward_passes(build, tmp_path, monkeypatch):
     """Weights and logs have the same bits as with one backward pass for both."""
     ends = []
@@ -111,7 +111,7 @@ DROPOUT = {
 def test_the_first_minibatch_is_on_policy(model, checkpointing, tmp_path):
     """For chunks of any size, with old log-probs of the sampler or of a forward pass."""
     for source, forward_batch_size in (("sampler", 4), ("recompute", 4), ("recompute", 3)):
-        trainer = make_trainer(
+        trainer = tiny_ppo(
             tmp_path,
             model=DROPOUT[model](),
             activation_checkpointing=checkpointing,
@@ -135,7 +135,7 @@ def test_either_lm_head_trains_the_same_weights(lora, tmp_path, monkeypatch):
     for budget in (1.0, 0.0):
         calls.clear()
         config = {"logits_budget_gb": budget, "entropy_coef": 0.05, "temperature": 0.7, "max_steps": 4}
-        trainer = scripted(make_trainer(tmp_path, trainer_kwargs=peft, **config))
+        trainer = scripted(tiny_ppo(tmp_path, **peft, **config))
         trainer.train()
         assert calls == ([False] * (len(calls) - 4) + [True] * 4 if budget else [])
         assert not budget or len(calls) >= 6  # a pass of the policy, one of the reference, four updates

@@ -7,14 +7,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from tests.ppo.worker import (
-    CORRECTED,
-    collected,
-    make_trainer,
-    scripted,
-    skewed,
-)
-from tests.tiny import prompts, tiny_gpt2
+from tests.ppo.worker import CORRECTED
+from tests.tiny import collected, prompts, scripted, skewed, tiny_gpt2, tiny_ppo
 
 MODES = {
     "none": {"importance_sampling_mode": "none", "allow_off_policy_sampling": True},
@@ -36,7 +30,7 @@ def weight_by_hand(mode, logprobs, sampler_logprobs):
 
 def first_minibatch(tmp_path, mode, **config):
     """The trainer after a rollout, its rollout, its rows, and the gradient of the first minibatch."""
-    trainer = skewed(make_trainer(tmp_path, model=tiny_gpt2(), temperature=0.8, **MODES[mode], **config))
+    trainer = skewed(tiny_ppo(tmp_path, tiny_gpt2(), temperature=0.8, **MODES[mode], **config))
     seen = collected(trainer)
     rows = trainer._generate_and_score_completions([trainer.train_dataset[i] for i in range(8)])
     for batch in trainer._micro_batches(rows, 0)[: trainer.args.gradient_accumulation_steps]:
@@ -84,7 +78,7 @@ def test_the_gradient_is_the_weighted_one(mode, tmp_path):
 )
 def test_logs_agree_with_the_rollout(mode, tmp_path):
     config = {"max_steps": 8, "logging_steps": 4, "learning_rate": 1e-4, **MODES[mode]}
-    trainer = skewed(make_trainer(tmp_path, **config), spread=0.2)
+    trainer = skewed(tiny_ppo(tmp_path, **config), spread=0.2)
     seen = collected(trainer)
     trainer.train()
     logs = [log for log in trainer.state.log_history if "objective/kl" in log]
@@ -118,7 +112,7 @@ def test_a_corrected_rollout_is_right_on_average(tmp_path):
 
     def first_tokens(**config):
         config = {"per_device_train_batch_size": 128, "rows": 256, "max_completion_length": 1, **config}
-        trainer = make_trainer(tmp_path, model=tiny_gpt2(), **config)
+        trainer = tiny_ppo(tmp_path, tiny_gpt2(), **config)
         seen = collected(trainer)
         torch.manual_seed(0)
         rows = trainer._generate_and_score_completions([trainer.train_dataset[i] for i in range(256)])
@@ -139,8 +133,8 @@ def test_a_corrected_rollout_is_right_on_average(tmp_path):
 def test_ppos_ratio_may_be_that_to_the_sampler(tmp_path):
     """`old_logprobs: sampler`: no forward pass, no weights, and the ratio is π/μ from the start."""
     config = {"allow_off_policy_sampling": True, "max_steps": 1}
-    trainer = skewed(make_trainer(tmp_path, old_logprobs="sampler", **config))
-    other = skewed(make_trainer(tmp_path, importance_sampling_mode="none", **config))
+    trainer = skewed(tiny_ppo(tmp_path, old_logprobs="sampler", **config))
+    other = skewed(tiny_ppo(tmp_path, importance_sampling_mode="none", **config))
     seen = collected(trainer), collected(other)
     trainer.train()
     other.train()
@@ -180,11 +174,11 @@ def edited(trainer):
 )
 @pytest.mark.slow
 def test_log_probs_that_are_missing_end_a_run_that_needs_them(answering, config, tmp_path):
-    trainer = answering(make_trainer(tmp_path, trainer_kwargs={"eval_dataset": prompts(4)}, **config))
+    trainer = answering(tiny_ppo(tmp_path, eval_dataset=prompts(4), **config))
     trainer.evaluate()  # trains nothing
     with pytest.raises(RuntimeError, match="log-probs are missing, or do not belong to the completions' tokens"):
         trainer.train()
     assert trainer.state.global_step == 0
-    without = answering(make_trainer(tmp_path, max_steps=1, **MODES["none"]))
+    without = answering(tiny_ppo(tmp_path, max_steps=1, **MODES["none"]))
     without.train()
     assert not any(name.startswith("sampling/") for log in without.state.log_history for name in log)

@@ -2,14 +2,14 @@
 
 from torch.testing import assert_close
 
-from tests.ppo.worker import make_trainer, scripted
+from tests.tiny import scripted, tiny_ppo
 from trl_ext.functional import gae
 
 
 def test_lam_follows_the_length_for_the_advantages_and_is_1_for_the_returns(tmp_path):
     for kwargs, lam_value in [({}, 1.0), ({"lam_value": 0.5}, 0.5)]:
         config = {"baseline": "critic", "lam_alpha": 0.4, "normalize_advantages": False, "max_steps": 1} | kwargs
-        trainer = scripted(make_trainer(tmp_path, **config))
+        trainer = scripted(tiny_ppo(tmp_path, **config))
         seen = []
         trainer.rollout_metrics = lambda *args, seen=seen: seen.append(args) or {}
         trainer.train()

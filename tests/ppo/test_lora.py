@@ -19,20 +19,22 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tests.ppo.worker import (
+from tests.ppo.worker import users_model
+from tests.tiny import (
     BUILDERS,
     LORA,
+    WORDS,
     collected,
     lora_configs,
-    lora_trainer,
-    make_trainer,
     randomize,
     rows_of,
     scripted,
-    users_model,
+    tiny_llama,
+    tiny_lora_ppo,
+    tiny_ppo,
+    tiny_tokenizer,
     weights,
 )
-from tests.tiny import WORDS, tiny_llama, tiny_tokenizer
 from trl_ext import save_base_fingerprint
 from trl_ext.models import adapters
 from trl_ext.models.weights import weights_hash
@@ -116,15 +118,15 @@ def test_scores_on_the_shared_base_are_those_of_the_reward_model_alone(
     reward = saved_reward(tmp_path / "reward", base, reward_tokenizer(), name)
 
     def scores(share):
-        trainer = lora_trainer(
+        trainer = tiny_lora_ppo(
             tmp_path / str(share),
             name,
             model=base,
-            reward=reward,
+            reward_funcs=reward,
             share_reward_base=share,
             local_rollout_forward_batch_size=3,
             max_steps=1,
-            trainer_kwargs={"processing_class": policy_tokenizer()},
+            processing_class=policy_tokenizer(),
         )
         rollouts = collected(trainer)
         scripted(trainer).train()
@@ -182,11 +184,11 @@ def test_a_base_is_shared_only_with_an_adapter_trained_on_it(subtests, base, tmp
     ]:
         with subtests.test(model=str(model)[:60], path=path):
             if is_same:
-                assert shared(lora_trainer(tmp_path, model=model, reward=path)) == ["reward_0"]
+                assert shared(tiny_lora_ppo(tmp_path, model=model, reward_funcs=path)) == ["reward_0"]
             else:
                 with pytest.raises(ValueError, match=f"{path} cannot be an adapter.*share_reward_base=False"):
-                    lora_trainer(tmp_path, model=model, reward=path)
-                assert not shared(lora_trainer(tmp_path, model=model, reward=path, share_reward_base=False))
+                    tiny_lora_ppo(tmp_path, model=model, reward_funcs=path)
+                assert not shared(tiny_lora_ppo(tmp_path, model=model, reward_funcs=path, share_reward_base=False))
     monkeypatch.setattr(adapters, "hub_identity", lambda path, revision=None: path and f"{path}@1")
     save_base_fingerprint(policy, reward, "org/base")
     loaded = get_peft_model(changed, lora_configs()[0])
@@ -225,10 +227,10 @@ def test_saved_adapters_load_with_plain_peft(is_users, base, tmp_path):
         if is_users
         else base
     )
-    kwargs = {"model": model, "learning_rate": 1e-2, "reward": saved_reward(tmp_path / "reward", base)}
+    kwargs = {"model": model, "learning_rate": 1e-2, "reward_funcs": saved_reward(tmp_path / "reward", base)}
     if is_users:
-        kwargs["trainer_kwargs"] = {"peft_config": None}
-    trainer = lora_trainer(tmp_path / "run", **kwargs)
+        kwargs["peft_config"] = None
+    trainer = tiny_lora_ppo(tmp_path / "run", **kwargs)
     scripted(trainer).train()
     trainer.save_model()
 
@@ -253,11 +255,7 @@ def test_saved_adapters_load_with_plain_peft(is_users, base, tmp_path):
             assert_close(critic(input_ids=IDS[:, :n]).logits[:, 0], expected, rtol=1e-5, atol=1e-5)
 
     # A new run's critic starts from it, on the policy's base, and is trained
-    again = lora_trainer(
-        tmp_path / "again",
-        model=base,
-        trainer_kwargs={"critic_peft_config": None, "value_model": str(output / "critic")},
-    )
+    again = tiny_lora_ppo(tmp_path / "again", model=base, critic_peft_config=None, value_model=str(output / "critic"))
     assert again.model.shares_base
     assert_close(critic_values(again), critic_values(trainer), **EXACT)
     before = weights(again)
@@ -278,12 +276,12 @@ def saved_sft(tmp_path):
 
 @pytest.mark.slow
 def test_a_changed_reference_or_adapter_is_refused(tmp_path):
-    make_trainer(tmp_path, model=users_model(), save_strategy="steps", save_steps=2).train()
+    tiny_ppo(tmp_path, users_model(), save_strategy="steps", save_steps=2).train()
     with pytest.raises(ValueError, match="cannot be resumed with reference adapter's weights"):
-        make_trainer(tmp_path, model=users_model(seed=10)).train(True)
+        tiny_ppo(tmp_path, users_model(seed=10)).train(True)
     config = LoraConfig(**LORA | {"lora_alpha": 13})
     with pytest.raises(ValueError, match="cannot be resumed with adapter critic lora_alpha: 12 → 13"):
-        make_trainer(tmp_path, model=users_model(), trainer_kwargs={"critic_peft_config": config}).train(True)
+        tiny_ppo(tmp_path, users_model(), critic_peft_config=config).train(True)
 
 
 # ---- Refused: adapters that would train wrongly in silence ----
@@ -326,16 +324,16 @@ def test_adapters_that_would_train_wrongly_are_refused(subtests, base, tmp_path,
     ]
     for kwargs, message in cases:
         with subtests.test(kwargs=kwargs), pytest.raises(ValueError, match=message):
-            lora_trainer(tmp_path, trainer_kwargs=kwargs)
+            tiny_lora_ppo(tmp_path, **kwargs)
     for model, message in [
         (merged(), "merged into the base"),
         (thawed(), "norm.weight"),
         (named("default", "critic"), "has the adapters"),
     ]:
         with subtests.test(message), pytest.raises(ValueError, match=message):
-            make_trainer(tmp_path, model=model)
+            tiny_ppo(tmp_path, model)
     with pytest.raises(ValueError, match="needs a policy with an adapter"):
-        make_trainer(tmp_path, trainer_kwargs={"critic_peft_config": lora_configs()[1]})
+        tiny_ppo(tmp_path, critic_peft_config=lora_configs()[1])
     monkeypatch.setattr(AcceleratorState, "fsdp_plugin", SimpleNamespace(activation_checkpointing=True), raising=False)
     with pytest.raises(ValueError, match="fsdp_activation_checkpointing: false"):
-        lora_trainer(tmp_path)
+        tiny_lora_ppo(tmp_path)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.ppo.worker import RESUMED, make_trainer, weights
-from tests.tiny import prompts, tiny_gpt2, tiny_ppo
+from tests.ppo.worker import RESUMED
+from tests.tiny import prompts, tiny_gpt2, tiny_ppo, weights
 from trl_ext import PPOTrainer
 
 EOS, TEMPERATURE, KL_COEF, GAMMA, LAM, VALUE_CLIP = 2, 0.9, 0.1, 0.97, 0.9, 0.1
@@ -299,7 +299,7 @@ def test_metrics_only_observe(tmp_path):
     config = RESUMED | {"num_ppo_epochs": 2, "missing_eos_penalty": 0.5, "eval_strategy": "steps", "eval_steps": 5}
     ends = []
     for observed in (True, False):
-        trainer = make_trainer(tmp_path / str(observed), trainer_kwargs={"eval_dataset": prompts(4)}, **config)
+        trainer = tiny_ppo(tmp_path / str(observed), eval_dataset=prompts(4), **config)
         if not observed:
             trainer.metrics = NoMetrics()
         trainer.train()

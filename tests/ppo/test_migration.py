@@ -1,7 +1,6 @@
 """`stop_token_id`."""
 
-from tests.ppo.worker import rows_of
-from tests.tiny import tiny_llama, tiny_ppo, tiny_tokenizer
+from tests.tiny import rows_of, tiny_llama, tiny_ppo, tiny_tokenizer
 
 
 def test_stop_token_id_ends_completions(tmp_path):

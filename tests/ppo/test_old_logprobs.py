@@ -8,9 +8,7 @@ from torch.testing import assert_close
 from transformers import CompileConfig
 
 from tests.models.test_packing import row_by_row
-from tests.ppo import worker
-from tests.ppo.worker import collected, make_trainer
-from tests.tiny import tiny_gpt2, tiny_llama
+from tests.tiny import collected, randomize, tiny_gpt2, tiny_llama, tiny_lora_ppo, tiny_ppo
 from trl_ext.models.packing import VARLEN, use_varlen
 
 LORA = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
@@ -19,7 +17,7 @@ LORA = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM
 def rollouts(tmp_path, **config):
     """The rollouts of a run, and its trainer."""
     torch.manual_seed(0)
-    trainer = make_trainer(tmp_path, **{"temperature": 0.7, "max_steps": 8} | config)
+    trainer = tiny_ppo(tmp_path, **{"temperature": 0.7, "max_steps": 8} | config)
     seen = collected(trainer)
     trainer.train()
     return seen, trainer
@@ -30,7 +28,7 @@ def rollouts(tmp_path, **config):
     "kwargs",
     [
         {"model": tiny_gpt2},
-        {"model": tiny_llama, "trainer_kwargs": {"peft_config": LORA}},
+        {"model": tiny_llama, "peft_config": LORA},
         {"model": tiny_llama, "num_generations": 2},
     ],
     ids=["gpt2", "lora", "several answers"],
@@ -65,12 +63,12 @@ def test_auto_uses_the_samplers_logprobs_where_they_are_exact(tmp_path):
         (True, {"old_logprobs": "sampler", "bf16": True}),
         (True, {"old_logprobs": "sampler", "top_k": 5}),
     ]:
-        assert make_trainer(tmp_path, **config)._trusts_sampler == trusted, config
-    assert not make_trainer(tmp_path, model=tiny_llama().bfloat16())._trusts_sampler
+        assert tiny_ppo(tmp_path, **config)._trusts_sampler == trusted, config
+    assert not tiny_ppo(tmp_path, tiny_llama().bfloat16())._trusts_sampler
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("build", [make_trainer, worker.lora_trainer])
+@pytest.mark.parametrize("build", [tiny_ppo, tiny_lora_ppo])
 @pytest.mark.parametrize("attention", ["sdpa", VARLEN])
 def test_compiled_decoding_samples_from_the_current_policy(build, attention, tmp_path, monkeypatch):
     """With `cache_implementation: static`; on a CPU transformers compiles only on request."""
@@ -90,8 +88,8 @@ def test_compiled_decoding_samples_from_the_current_policy(build, attention, tmp
     trainer.generation_config.compile_config = CompileConfig(backend="eager", mode=None)
     trainer.generation_config.compile_config._compile_all_devices = True
     counters.clear()
-    worker.randomize(trainer.model)
-    rollouts = worker.collected(trainer)
+    randomize(trainer.model)
+    rollouts = collected(trainer)
     trainer.train()
     assert counters["stats"]["unique_graphs"] == 1
     for rollout in rollouts:

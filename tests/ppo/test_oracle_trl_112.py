@@ -25,8 +25,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from tests.ppo.worker import collected
-from tests.tiny import tiny_llama, tiny_ppo, tiny_reward_model
+from tests.tiny import collected, tiny_llama, tiny_ppo, tiny_reward_model
 from trl_ext import PPOTrainer
 
 LENGTH = 8

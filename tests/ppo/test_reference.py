@@ -7,8 +7,7 @@ import torch
 from peft import LoraConfig
 from torch.testing import assert_close
 
-from tests.ppo.worker import rows_of
-from tests.tiny import tiny_gpt2, tiny_llama, tiny_ppo, tiny_tokenizer
+from tests.tiny import rows_of, tiny_gpt2, tiny_llama, tiny_ppo, tiny_tokenizer
 
 EQUAL = {"rtol": 0, "atol": 0}
 LORA = {"r": 2, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.5}

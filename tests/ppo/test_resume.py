@@ -13,15 +13,9 @@ from datasets import Dataset
 from torch.testing import assert_close
 from transformers import TrainerCallback
 
-from tests.ppo import worker
-from tests.ppo.worker import (
-    RESUMED,
-    EachStep,
-    end_state,
-    make_trainer,
-    weights,
-)
-from tests.tiny import tiny_llama
+from tests import tiny
+from tests.ppo.worker import RESUMED, EachStep
+from tests.tiny import collected, end_state, tiny_llama, tiny_ppo, weights
 from trl_ext.runs.checkpoints import CannotResume
 from trl_ext.runs.saving import MARKER
 
@@ -31,7 +25,7 @@ def assert_same_end(actual, expected):
 
 
 def trained(output_dir, resume=None, **config):
-    trainer = make_trainer(output_dir, **config)
+    trainer = tiny_ppo(output_dir, **config)
     trainer.output = trainer.train(resume)
     return trainer
 
@@ -43,9 +37,9 @@ def uninterrupted(tmp_path_factory):
 
     def letters_reward(prompts, completions, **kwargs):
         asked.append(prompts)
-        return worker.letters_reward(completions)
+        return tiny.letters_reward(completions)
 
-    trainer = make_trainer(tmp_path_factory.mktemp("uninterrupted"), letters_reward, **RESUMED)
+    trainer = tiny_ppo(tmp_path_factory.mktemp("uninterrupted"), None, letters_reward, **RESUMED)
     watch = EachStep(lambda: weights(trainer))
     trainer.add_callback(watch)
     output = trainer.train()
@@ -73,7 +67,7 @@ def test_a_resumed_run_ends_as_the_uninterrupted_one(step, checkpoints, uninterr
     shutil.copytree(checkpoints / f"checkpoint-{step}", tmp_path / f"checkpoint-{step}")
 
     # Another seed at the start, as in another process: random state must come from the checkpoint alone
-    trainer = make_trainer(tmp_path, **RESUMED)
+    trainer = tiny_ppo(tmp_path, **RESUMED)
     torch.manual_seed(1234)
     output = trainer.train(True)
 
@@ -175,7 +169,7 @@ def no_training(trainer):
 
 def test_a_complete_run_is_loaded_and_not_trained_again(a_copy_of, capsys):
     folder, final = a_copy_of
-    trainer = no_training(make_trainer(folder, max_steps=8))
+    trainer = no_training(tiny_ppo(folder, max_steps=8))
     output = trainer.train(True)
 
     assert f"Training is complete, at step 8: loading {folder / 'checkpoint-8'}." in capsys.readouterr().out
@@ -184,7 +178,7 @@ def test_a_complete_run_is_loaded_and_not_trained_again(a_copy_of, capsys):
     for checkpoint in complete(folder):
         (checkpoint / MARKER).unlink()
     with pytest.raises(ValueError, match="No complete checkpoint in"):
-        make_trainer(folder, max_steps=8).train(True)
+        tiny_ppo(folder, max_steps=8).train(True)
 
 
 @pytest.mark.slow
@@ -197,10 +191,10 @@ def test_differences_are_printed_and_what_does_not_fit_is_refused(subtests, comp
         ({"per_device_train_batch_size": 8}, "rows per step: 4 → 8", True),
         ({"num_ppo_epochs": 1}, "num_ppo_epochs: ", True),
         ({"baseline": "mean"}, "critic: ", True),
-        ({"trainer_kwargs": {"ref_model": tiny_llama(seed=9)}}, "reference: None → ", True),
+        ({"ref_model": tiny_llama(seed=9)}, "reference: None → ", True),
     ]:
         with subtests.test(message=message):
-            trainer = no_training(make_trainer(folder, max_steps=8, **change))
+            trainer = no_training(tiny_ppo(folder, max_steps=8, **change))
             if is_refused:
                 with pytest.raises(CannotResume, match=f"cannot be resumed with {message}"):
                     trainer.train(True)
@@ -212,18 +206,18 @@ def test_differences_are_printed_and_what_does_not_fit_is_refused(subtests, comp
 def demonstrated(output_dir, **config):
     rows = Dataset.from_dict({"prompt": ["the cat"] * 16, "completion": [" sat"] * 16})
     settings = {"reward_normalization": "reference", "step_kl_target": 0.1, "learning_rate": 1e-3} | config
-    return make_trainer(output_dir, trainer_kwargs={"train_dataset": rows}, max_steps=8, **settings)
+    return tiny_ppo(output_dir, train_dataset=rows, max_steps=8, **settings)
 
 
 def test_half_the_batch_and_twice_the_accumulation_resume_where_the_run_stopped(tmp_path):
     """As docs/troubleshooting.md advises when memory runs out; also after an odd number of rollouts."""
     shape = {"num_mini_batches": 1, "num_ppo_epochs": 3, "max_steps": 12, "save_strategy": "steps", "save_steps": 3}
-    whole = make_trainer(tmp_path / "whole", **shape)
+    whole = tiny_ppo(tmp_path / "whole", **shape)
     stops = EachStep(lambda: setattr(whole.control, "should_training_stop", whole.state.global_step == 3))
     whole.add_callback(stops)
     whole.train()
     halved = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
-    trainer = make_trainer(tmp_path / "whole", **shape | halved)
+    trainer = tiny_ppo(tmp_path / "whole", **shape | halved)
     rollouts = []
     trainer._normalize = lambda *given, normalize=trainer._normalize: (
         rollouts.append(trainer.state.global_step) or normalize(*given)
@@ -249,7 +243,7 @@ def test_a_changed_setting_replaces_the_adapted_value(tmp_path):
 
 
 def test_a_resumed_run_may_get_a_critic_learning_rate(a_copy_of):
-    trainer = make_trainer(a_copy_of[0], max_steps=12, critic_learning_rate=1e-2)
+    trainer = tiny_ppo(a_copy_of[0], max_steps=12, critic_learning_rate=1e-2)
     trainer.train(True)
     assert {group["initial_lr"] for group in trainer.optimizer.param_groups} == {trainer.args.learning_rate, 1e-2}
 
@@ -262,7 +256,7 @@ def test_a_stop_in_mid_rollout_waits_for_its_end_and_resumes(event, uninterrupte
 
     stop = TrainerCallback()
     setattr(stop, event, ask)
-    trainer = make_trainer(tmp_path, **RESUMED)
+    trainer = tiny_ppo(tmp_path, **RESUMED)
     trainer.add_callback(stop)
     trainer.train()
     assert trainer.state.global_step == 8 and [path.name for path in complete(tmp_path)] == ["checkpoint-8"]
@@ -270,8 +264,8 @@ def test_a_stop_in_mid_rollout_waits_for_its_end_and_resumes(event, uninterrupte
 
 
 def test_a_run_extended_from_mid_rollout_starts_with_a_new_rollout(tmp_path):
-    trainer = make_trainer(tmp_path, max_steps=3)
-    rollouts = worker.collected(trainer)
+    trainer = tiny_ppo(tmp_path, max_steps=3)
+    rollouts = collected(trainer)
     for runs in (1, 2):
         trainer.train()
         assert len(rollouts) == runs and trainer._step == 3

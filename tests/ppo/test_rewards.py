@@ -11,18 +11,21 @@ from datasets import Dataset
 from torch.testing import assert_close
 from trl import RewardConfig, RewardTrainer
 
-from tests.ppo.worker import collected, rows_of, scripted, without_clock
 from tests.tiny import (
     CHAT_TEMPLATE,
     ON_CPU,
     WORDS,
+    collected,
     length_reward,
     prompts,
+    rows_of,
+    scripted,
     tiny_gpt2,
     tiny_llama,
     tiny_ppo,
     tiny_reward_model,
     tiny_tokenizer,
+    without_clock,
 )
 from trl_ext.ppo import score_rollouts
 from trl_ext.rewards.member import MarksFailures
@@ -39,8 +42,8 @@ TEMPLATE_WITH_TAIL = (
 )
 
 
-def make(tmp_path, reward_funcs, dataset=None, trainer_kwargs=None, **config):
-    given = {"baseline": "critic", "train_dataset": dataset or prompts(), **config, **(trainer_kwargs or {})}
+def make(tmp_path, reward_funcs, dataset=None, **config):
+    given = {"baseline": "critic", "train_dataset": dataset or prompts(), **config}
     return tiny_ppo(tmp_path / "ppo", None, reward_funcs, **given)
 
 
@@ -122,7 +125,8 @@ def test_a_score_is_that_of_reward_trainer_on_the_same_text(subtests, tmp_path, 
                 tmp_path,
                 model,
                 questions(chat),
-                {"processing_class": policy_tokenizer, "reward_processing_classes": reward_tokenizer},
+                processing_class=policy_tokenizer,
+                reward_processing_classes=reward_tokenizer,
             )
             rollout = roll_out(trainer, answer_ids(policy_tokenizer))
             assert_close(rollout.rewards_per_func[:, 0], torch.tensor(expected), **CLOSE)
@@ -140,7 +144,7 @@ def test_scores_do_not_depend_on_the_chunks_of_reward_models(tmp_path, other):
             tmp_path,
             reward,
             questions(False),
-            {"reward_processing_classes": tokenizer},
+            reward_processing_classes=tokenizer,
             local_rollout_forward_batch_size=size,
         )
         rows = []
@@ -178,7 +182,7 @@ def test_scores_are_weighted_sums_over_the_functions_that_apply(tmp_path):
         tmp_path,
         functions,
         questions(False),
-        {"reward_processing_classes": [None] * 4 + [tiny_tokenizer()]},
+        reward_processing_classes=[None] * 4 + [tiny_tokenizer()],
         reward_weights=[1.0, -3.0, 0.5, 0.25, 2.0],
     )
     rollout = roll_out(trainer, answer_ids(tiny_tokenizer()))
@@ -333,7 +337,7 @@ def test_the_order_of_steps_from_score_to_token_rewards(tmp_path, token_rewards,
     trainer = make(
         tmp_path,
         lambda prompts, **_: given,
-        trainer_kwargs={"ref_model": tiny_llama(seed=7)},
+        ref_model=tiny_llama(seed=7),
         reward_normalization="batch",
         reward_clip_range=[-0.8, 1.1],
         kl_coef=0.2,
@@ -382,7 +386,7 @@ def test_the_kl_of_scored_rows_updates_the_coefficient_after_the_rewards(tmp_pat
     trainer = make(
         tmp_path,
         lambda prompts, **_: [None, None, *[0.0] * 6],
-        trainer_kwargs={"ref_model": tiny_llama(seed=7)},
+        ref_model=tiny_llama(seed=7),
         kl_controller="adaptive",
         kl_estimator="k3",
         kl_coef=0.2,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from tests.ppo.worker import lora_trainer, make_trainer, scripted
+from tests.tiny import scripted, tiny_lora_ppo, tiny_ppo
 from trl_ext.callbacks import request_rate_scale
 from trl_ext.ppo.controllers import LearningRateController
 
@@ -44,13 +44,13 @@ def test_a_small_rollout_has_its_share_of_the_target(tmp_path):
     assert [LearningRateController(0.1, n).target for n in (8, 64, 256, 1024)] == pytest.approx(
         [0.0125, 0.1, 0.2, 0.2]
     )
-    trainer = make_trainer(tmp_path, step_kl_target=0.4, num_mini_batches=2, per_device_train_batch_size=4)
+    trainer = tiny_ppo(tmp_path, step_kl_target=0.4, num_mini_batches=2, per_device_train_batch_size=4)
     assert trainer.learning_rate_controller.target == pytest.approx(0.05)
 
 
 def test_long_completions_have_a_part_of_the_kl_target(tmp_path):
     adaptive = {"kl_controller": "adaptive", "kl_coef": 0.1, "kl_target": 0.2, "max_steps": 4}
-    trainer = make_trainer(tmp_path, **FOLLOWS, **adaptive)
+    trainer = tiny_ppo(tmp_path, **FOLLOWS, **adaptive)
     observe, seen = trainer.learning_rate_controller.observe, []
     trainer.learning_rate_controller.observe = lambda sums, *given: seen.append(sums) or observe(sums, *given)
     trainer.train()
@@ -73,7 +73,7 @@ def test_the_factor_rises_freely_until_the_target_is_in_reach():
     assert rises == pytest.approx([10.0, 1.5, 2.0, 1.1])
 
 
-@pytest.mark.parametrize("build", [make_trainer, pytest.param(lora_trainer, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("build", [tiny_ppo, pytest.param(tiny_lora_ppo, marks=pytest.mark.slow)])
 def test_learning_rates_a_factor_of_100_apart_become_equal(build, tmp_path):
     rates, kls = [], []
     for rate in (1e-3, 1e-1):
@@ -93,7 +93,7 @@ def test_the_kl_does_not_depend_on_the_micro_batches(level, tmp_path):
     found = []
     for size, accumulation in ((8, 1), (2, 4)):
         config = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation}
-        trainer = scripted(make_trainer(tmp_path / str(size), **FOLLOWS, **config, gae_level=level, max_steps=4))
+        trainer = scripted(tiny_ppo(tmp_path / str(size), **FOLLOWS, **config, gae_level=level, max_steps=4))
         trainer.train()
         found.append(logged(trainer, "policy/step_kl") + logged(trainer, "learning_rate/factor"))
     assert len(found[0]) == 1 + 4 and found[0] == pytest.approx(found[1], rel=1e-3)
@@ -102,7 +102,7 @@ def test_the_kl_does_not_depend_on_the_micro_batches(level, tmp_path):
 @pytest.mark.slow
 def test_a_single_step_on_a_rollout_is_measured_after_it(tmp_path):
     single = {"num_mini_batches": 1, "num_ppo_epochs": 1, "per_device_train_batch_size": 8}
-    trainer = make_trainer(tmp_path, **{**FOLLOWS, **single}, learning_rate=1e-3, max_steps=10)
+    trainer = tiny_ppo(tmp_path, **{**FOLLOWS, **single}, learning_rate=1e-3, max_steps=10)
     observe, seen = trainer.learning_rate_controller.observe, []
     trainer.learning_rate_controller.observe = lambda *given: seen.append(given[1]) or observe(*given)
     trainer.train()
@@ -181,7 +181,7 @@ def test_equal_scores_do_not_change_the_learning_rate(tmp_path):
     def same(completions, **kwargs):
         return [1.0] * len(completions)
 
-    trainer = make_trainer(tmp_path, same, **FOLLOWS, kl_coef=0.0, lam=1.0, max_steps=8)
+    trainer = tiny_ppo(tmp_path, None, same, **FOLLOWS, kl_coef=0.0, lam=1.0, max_steps=8)
     trainer.train()
     assert set(logged(trainer, "learning_rate/factor")) == {LearningRateController.FIRST}
 
@@ -190,14 +190,15 @@ def test_equal_scores_do_not_change_the_learning_rate(tmp_path):
     "shape", [{}, {"num_mini_batches": 1, "num_ppo_epochs": 1, "per_device_train_batch_size": 8}], ids=["four", "one"]
 )
 def test_the_logged_learning_rate_is_the_one_used(shape, tmp_path):
-    trainer = make_trainer(tmp_path, **{**FOLLOWS, **shape}, learning_rate=1e-3, critic_warmup_rollouts=1, max_steps=8)
+    trainer = tiny_ppo(tmp_path, **{**FOLLOWS, **shape}, learning_rate=1e-3, critic_warmup_rollouts=1, max_steps=8)
     used: list[float] = []
 
     class Reads(TrainerCallback):
         def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
-            trainer.learning_rate_controller.attach(trainer.optimizer)  # so that its hook runs first
-            inner = trainer.learning_rate_controller._hooked
-            inner.register_step_pre_hook(lambda optimizer, *_: used.append(optimizer.param_groups[0]["lr"]))
+            trainer.learning_rate_controller.attach(optimizer)  # so that its hook runs first
+            optimizer.optimizer.register_step_pre_hook(
+                lambda optimizer, *_: used.append(optimizer.param_groups[0]["lr"])
+            )
 
     trainer.add_callback(Reads())
     trainer.train()
@@ -223,7 +224,7 @@ def test_a_schedule_and_a_callback_shrink_the_target(tmp_path):
         def on_train_begin(self, args, state, control, **kwargs):
             request_rate_scale(state, 0.5)
 
-    trainer = make_trainer(tmp_path, max_steps=1, step_kl_target=0.0)
+    trainer = tiny_ppo(tmp_path, max_steps=1, step_kl_target=0.0)
     trainer.add_callback(Asks())
     trainer.train()
     assert trainer.learning_rate_controller.factor_in_use == 0.5

@@ -5,8 +5,7 @@ import pytest
 import torch
 
 import trl_ext.ppo.trainer as ppo_trainer
-from tests.ppo.worker import make_trainer
-from tests.tiny import length_reward
+from tests.tiny import length_reward, tiny_ppo
 
 EOS = 2
 ANSWERS = [[7, 8, 9, EOS], [7, 8, 9], [7, EOS], [8, 9, 7, 8, EOS], [9, 9], [EOS], [7, 8, EOS], [8, 8, 8, EOS]]
@@ -58,8 +57,9 @@ def expected_parts(eos):
 @pytest.mark.parametrize("kind", ["none", pytest.param("batch", marks=pytest.mark.slow), "group"])
 @pytest.mark.parametrize("eos", ["missing_eos_score", "missing_eos_penalty"])
 def test_token_scores_are_scaled_and_the_last_token_has_the_rest(tmp_path, token_rewards, kind, eos):
-    trainer = make_trainer(
+    trainer = tiny_ppo(
         tmp_path,
+        None,
         [each_token, segments, whole, watching],
         reward_weights=WEIGHTS,
         kl_coef=0.0,
@@ -110,5 +110,5 @@ def test_the_default_lambda_depends_on_how_scores_are_given(tmp_path, monkeypatc
     monkeypatch.setattr(
         ppo_trainer, "advantages_and_returns", lambda *args: (used.append(args[4:6]), estimate(*args))[1]
     )
-    make_trainer(tmp_path, reward, max_steps=1, baseline="critic", **settings).train()
+    tiny_ppo(tmp_path, None, reward, max_steps=1, baseline="critic", **settings).train()
     assert used == [(expected, None)]

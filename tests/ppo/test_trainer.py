@@ -8,8 +8,7 @@ from datasets import Dataset
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM, TrainerCallback
 
-from tests.ppo.worker import rows_of
-from tests.tiny import WORDS, prompts, tiny_gpt2, tiny_llama, tiny_ppo, tiny_tokenizer
+from tests.tiny import WORDS, prompts, rows_of, tiny_gpt2, tiny_llama, tiny_ppo, tiny_tokenizer
 
 
 def logged(trainer, name):

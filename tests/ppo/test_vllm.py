@@ -8,8 +8,7 @@ from peft import LoraConfig
 from torch.testing import assert_close
 
 from tests.ppo.vllm_stub import PROCESSED, after, serving
-from tests.ppo.worker import collected, end_state, make_trainer
-from tests.tiny import tiny_llama
+from tests.tiny import collected, end_state, tiny_llama, tiny_ppo
 from trl_ext.ppo.vllm import ServerLost, check_logprobs, checked_logprobs
 from trl_ext.runs.checkpoints import checkpoint_to_resume
 
@@ -20,9 +19,7 @@ def make(tmp_path, server, **config):
     """A trainer of three rollouts, which the server samples."""
     torch.manual_seed(0)
     kwargs = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": server.url} | config
-    return make_trainer(
-        tmp_path, vllm_server_timeout=20.0, max_steps=12, learning_rate=1e-2, temperature=0.7, **kwargs
-    )
+    return tiny_ppo(tmp_path, vllm_server_timeout=20.0, max_steps=12, learning_rate=1e-2, temperature=0.7, **kwargs)
 
 
 # ---- Log-probs ----

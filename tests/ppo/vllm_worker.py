@@ -10,8 +10,7 @@ from peft import LoraConfig
 from tests.launch import spare_time
 from tests.ppo.test_vllm import after, make
 from tests.ppo.vllm_stub import serving
-from tests.ppo.worker import weights
-from tests.tiny import tiny_llama
+from tests.tiny import tiny_llama, weights
 from trl_ext.ppo import ServerLost
 
 LORA = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
@@ -20,7 +19,7 @@ LORA = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM
 def main(folder):
     said = {}
     with pytest.MonkeyPatch.context() as patch, serving(tiny_llama(seed=5), patch) as server:
-        config = {"per_device_train_batch_size": 2, "trainer_kwargs": {"peft_config": LORA}}
+        config = {"per_device_train_batch_size": 2, "peft_config": LORA}
         trainer = make(folder / "stays", server, **config)
         trainer.train()
         said["stays"], said["processes"] = weights(trainer), trainer.accelerator.num_processes

@@ -1,8 +1,6 @@
-"""Runs for tests of resuming and of two processes, and the state that they compare; as a script, one such run."""
+"""Runs for tests of resuming, of adapters on one base, and of two processes; as a script, one such run."""
 
 import copy
-import hashlib
-import math
 import os
 import signal
 import sys
@@ -12,104 +10,29 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 from peft import LoraConfig, get_peft_model
-from torch import nn
 from transformers import TrainerCallback
 
 from tests.launch import spare_time
-from tests.tiny import prompts, tiny_config, tiny_gpt2, tiny_llama, tiny_ppo, tiny_reward_model
+from tests.tiny import (
+    BUILDERS,
+    CHECKPOINTING,
+    LORA,
+    end_state,
+    lora_configs,
+    optimizer_state,
+    prompts,
+    randomize,
+    scripted,
+    skewed,
+    tiny_config,
+    tiny_lora_ppo,
+    tiny_ppo,
+    tiny_reward_model,
+    weights,
+    without_clock,
+)
 from trl_ext.functional import policy_loss, value_loss
-from trl_ext.ppo.rollout import joined
 from trl_ext.runs.checkpoints import checkpoint_to_resume
-
-_CLOCK = ("time/", "eps", "tokens_per_second", "step_time", "train_runtime", "train_samples_per", "train_steps_per")
-
-
-def letters_reward(completions, **kwargs):
-    return [len(set(text)) / 7 - 1 for text in completions]
-
-
-def make_trainer(output_dir, reward=letters_reward, model=None, rows=16, trainer_kwargs=None, **config):
-    return tiny_ppo(output_dir, model, reward, **{"train_dataset": prompts(rows)} | (trainer_kwargs or {}), **config)
-
-
-def scripted(trainer):
-    """Complete each prompt by a fixed pseudo-random text of 1 to 8 tokens, in any process and batch."""
-    vocabulary, longest = len(trainer.processing_class), trainer.max_completion_length
-
-    def reply(ids):
-        seed = int.from_bytes(hashlib.sha256(bytes(ids)).digest()[:4], "big")
-        draws = torch.randint(6, vocabulary, (longest,), generator=torch.Generator().manual_seed(seed)).tolist()
-        length = 1 + seed % longest
-        return draws[: length - 1] + [trainer.processing_class.eos_token_id] if length < longest else draws
-
-    trainer._generate_single_turn = lambda prompt_ids, *_: ([reply(ids) for ids in prompt_ids], None)
-    return trainer
-
-
-def skewed(trainer, spread=0.5, missing_on=None):
-    """Script the completions, with another engine's log-probs: a uniform distribution plus a noise of each token."""
-    scripted(trainer)
-    reply = trainer._generate_single_turn
-
-    def logprobs_of(ids):
-        noise = torch.tensor([math.sin(97.0 * token + i) for i, token in enumerate(ids)])
-        return spread * noise - math.log(len(trainer.processing_class))
-
-    def generate(prompt_ids, *args):
-        answers, _ = reply(prompt_ids)
-        is_missing = trainer.accelerator.process_index == missing_on
-        return answers, None if is_missing else [logprobs_of(ids).tolist() for ids in answers]
-
-    trainer._generate_single_turn = generate
-    return trainer
-
-
-def weights(trainer):
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-def optimizer_state(trainer):
-    return {
-        f"{i}.{name}": torch.as_tensor(value).clone()
-        for i, state in trainer.optimizer.state_dict()["state"].items()
-        for name, value in state.items()
-    }
-
-
-def without_clock(logs):
-    return {name: value for name, value in logs.items() if not name.startswith(_CLOCK)}
-
-
-def end_state(trainer):
-    """The state in which an interrupted run must end, too, without times."""
-    return {
-        "weights": weights(trainer),
-        "optimizer": optimizer_state(trainer),
-        "kl_controller": trainer.kl_controller.state_dict(),
-        "learning_rate_controller": trainer.learning_rate_controller.state_dict(),
-        "reward_normalizer": trainer.reward_normalizer.state_dict(),
-        "baseline_gate": trainer.baseline_gate.state_dict(),
-        "episodes": trainer.metrics.episodes,
-        "logs": [without_clock(logs) for logs in trainer.state.log_history],
-    }
-
-
-def rows_of(trainer):
-    """The rows that are trained on, in the order of generation."""
-    return joined(trainer._buffered_inputs)
-
-
-def collected(trainer):
-    """Return a list to which the trainer adds each `Rollout` that it collects for training."""
-    seen, observe = [], trainer.metrics.add_rollout
-
-    def watch(rollout, *args):
-        seen.append(rollout)
-        observe(rollout, *args)
-
-    trainer.metrics.add_rollout = watch
-    return seen
 
 
 class Stop(Exception):
@@ -164,7 +87,7 @@ RESUMED = {
 def train_and_die(output_dir, kill_after_step=0, kill_in_save=0, **config):
     """Train with `RESUMED`, but die after a step, or in the n-th `torch.save` with half of the file written."""
     saving = {"save_strategy": "steps", "save_steps": 4, "save_total_limit": 1}
-    trainer = make_trainer(output_dir, **saving, **config, **RESUMED)
+    trainer = tiny_ppo(output_dir, **saving, **config, **RESUMED)
     if kill_after_step:
         trainer.add_callback(StopAfter(kill_after_step, kill=True))
     saves, save = [], torch.save
@@ -199,47 +122,13 @@ def in_processes_of_their_own(output_dir, *runs):
 
 # ---- Adapters ----
 
-# Actor and critic differ in rank, scaling and adapted layers; GPT-2's layers are Conv1D
-LORA = {"task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 12, "target_modules": ["q_proj", "v_proj", "down_proj"]}
-CRITIC_LORA = {"r": 2, "lora_alpha": 5, "target_modules": ["q_proj", "up_proj"]}
-GPT2_LORA = {"target_modules": ["c_attn", "mlp.c_proj"], "fan_in_fan_out": True}
-GPT2_CRITIC_LORA = {"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True}
-BUILDERS = {"llama": tiny_llama, "gpt2": tiny_gpt2}
-CHECKPOINTING = {
-    "off": {},
-    "reentrant": {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}},
-    "non-reentrant": {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}},
-}
-
-
-def lora_configs(name="llama"):
-    actor, critic = (LORA, CRITIC_LORA) if name == "llama" else (LORA | GPT2_LORA, CRITIC_LORA | GPT2_CRITIC_LORA)
-    return LoraConfig(**actor), LoraConfig(**critic)
-
-
-def lora_trainer(output_dir, name="llama", model=None, trainer_kwargs=None, **kwargs):
-    actor, critic = lora_configs(name)
-    trainer_kwargs = {"peft_config": actor, "critic_peft_config": critic} | (trainer_kwargs or {})
-    model = BUILDERS[name]() if model is None else model
-    return make_trainer(output_dir, model=model, trainer_kwargs=trainer_kwargs, **kwargs)
-
-
-def randomize(model, seed=5, std=0.1):
-    """Give trainable parameters random values: LoRA starts with a product of 0, the head with values of 0."""
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            nn.init.normal_(parameter, std=std, generator=generator)
-    return model
-
-
 GRADIENTS = {"entropy_coef": 0.1, "temperature": 0.7, "max_grad_norm": 1e9, "learning_rate": 1e-2}
 
 
 def gradients(folder, name, checkpointing, processes=1):
     """Each optimizer step of a rollout with two PPO epochs: its micro-batches, weights and gradients before it."""
     config = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2 // processes}
-    trainer = scripted(lora_trainer(folder, name, **config, **GRADIENTS, **CHECKPOINTING[checkpointing]))
+    trainer = scripted(tiny_lora_ppo(folder, name, **config, **GRADIENTS, **CHECKPOINTING[checkpointing]))
     randomize(trainer.model, std=0.3)
     steps, batches, compute_loss = [], [], trainer._compute_loss
 
@@ -271,7 +160,7 @@ def users_model(name="llama", seed=9):
 
 
 def separate_models(name):
-    """Policy and critic of `lora_trainer`, but as PEFT models with separate bases."""
+    """Policy and critic of `tiny_lora_ppo`, but as PEFT models with separate bases."""
     base = BUILDERS[name]()
     classifier = tiny_reward_model(base)
     classifier.base_model.load_state_dict(base.base_model.state_dict())
@@ -369,7 +258,7 @@ def watched(trainer):
     return watch.seen
 
 
-LORA_PARITY = {"trainer_kwargs": {"peft_config": LoraConfig(**LORA)}, "activation_checkpointing": True}
+LORA_PARITY = {"peft_config": LoraConfig(**LORA), "activation_checkpointing": True}
 
 
 class InBackground:
@@ -400,7 +289,7 @@ def parity(folder, processes, reward=topic_reward, answering=scripted, parts=1, 
         "entropy_coef": 0.02,
         "weight_decay": 0.1,
     } | config
-    trainer = answering(make_trainer(folder, reward, **config))
+    trainer = answering(tiny_ppo(folder, None, reward, **config))
     trainer.train()
     return end_state(trainer) | {"processes": trainer.accelerator.num_processes, "wrapper": wrapper(trainer)}
 
@@ -413,12 +302,8 @@ def evaluation(folder, batch_size, **config):
         rewarded.extend(prompts)
         return [len(set(prompt + completion)) / 7 for prompt, completion in zip(prompts, completions, strict=True)]
 
-    trainer = make_trainer(
-        folder,
-        reward,
-        per_device_eval_batch_size=batch_size,
-        trainer_kwargs={"eval_dataset": prompts(5, seed=9)},
-        **config,
+    trainer = tiny_ppo(
+        folder, None, reward, per_device_eval_batch_size=batch_size, eval_dataset=prompts(5, seed=9), **config
     )
     logs = without_clock(scripted(trainer).evaluate())
     return {name: value for name, value in logs.items() if not name.endswith(("runtime", "per_second"))}
@@ -432,7 +317,7 @@ def reward_mistake(folder, kind, model=None):
             raise KeyError("no such row")
         return [float("nan") if rank == 1 else 1.0] * len(completions)
 
-    return raised_by(make_trainer(folder, InBackground(reward) if "background" in kind else reward, model))
+    return raised_by(tiny_ppo(folder, model, InBackground(reward) if "background" in kind else reward))
 
 
 def with_nan(trainer):
@@ -456,7 +341,7 @@ CORRECTED = {  # some importance weights are beyond the bounds
 
 
 def not_finite(folder):
-    trainer = with_nan(make_trainer(folder))
+    trainer = with_nan(tiny_ppo(folder))
     seen = watched(trainer)
     return raised_by(trainer), seen[-1]["weights"]
 
@@ -465,11 +350,11 @@ def resumed(folder):
     """The end states of an uninterrupted run, and of runs resumed at the end of a rollout and of a data epoch."""
     config = RESUMED | {"per_device_train_batch_size": 1, "max_steps": 12}
     saving = {"save_strategy": "steps", "save_steps": 1, "save_in_background": True}
-    trainer = make_trainer(folder / "saved", **saving, **config)
+    trainer = tiny_ppo(folder / "saved", **saving, **config)
     trainer.train()
     ends = [end_state(trainer)]
     for step in (4, 8):
-        trainer = make_trainer(folder / f"from {step}", **config)
+        trainer = tiny_ppo(folder / f"from {step}", **config)
         torch.manual_seed(1234)
         trainer.train(str(folder / "saved" / f"checkpoint-{step}"))
         ends.append(end_state(trainer))
@@ -478,7 +363,7 @@ def resumed(folder):
 
 def unsaved(folder, what_follows):
     """Process 1's disk is full at its part of the second checkpoint."""
-    trainer = make_trainer(
+    trainer = tiny_ppo(
         folder,
         **BY_ONE | {"max_steps": 4, "on_save_failure": what_follows, "num_mini_batches": 1, "num_ppo_epochs": 1},
     )
@@ -496,7 +381,7 @@ def unsaved(folder, what_follows):
 
 def warmup(folder):
     config = {"weight_decay": 0.5, "num_ppo_epochs": 1, "activation_checkpointing": True, "kl_horizon": 100}
-    trainer = make_trainer(folder, critic_warmup_rollouts=1, kl_controller="adaptive", max_steps=8, **config)
+    trainer = tiny_ppo(folder, critic_warmup_rollouts=1, kl_controller="adaptive", max_steps=8, **config)
     seen = watched(trainer)
     trainer.train()
     return seen
@@ -504,7 +389,7 @@ def warmup(folder):
 
 def by_another(folder):
     """The error for a checkpoint of one process."""
-    return raised_by(make_trainer(folder / "by one", **BY_ONE), resume=True)
+    return raised_by(tiny_ppo(folder / "by one", **BY_ONE), resume=True)
 
 
 BY_ONE = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
@@ -523,7 +408,7 @@ def on_two_processes(output_dir):
         "background raises": reward_mistake(folder / "raises", "raises in the background"),
         "reward is NaN": reward_mistake(folder / "nan", "nan"),
         "corrected": parity(folder / "corrected", 2, answering=skewed, **CORRECTED),
-        "sampler is silent": raised_by(skewed(make_trainer(folder / "silent", **CORRECTED), missing_on=1)),
+        "sampler is silent": raised_by(skewed(tiny_ppo(folder / "silent", **CORRECTED), missing_on=1)),
         "not finite": not_finite(folder / "not finite"),
         "unsaved, stop": unsaved(folder / "stop", "stop"),
         "unsaved, continue": unsaved(folder / "continue", "continue"),

@@ -139,7 +139,7 @@ def killed_again_and_again(name, folder, times, seed):
     assert ended(start(name, inputs, folder / f"run-{runs}", log)), log.read_text()[-3000:]
     lines = log.read_text()
     resumed, skipped = lines.count("Resuming from"), lines.count("it is not complete")
-    print(f"{name}: killed {kills} times in {runs} runs; went on {resumed} times, left out {skipped} checkpoints")
+    print(f"{name}: killed {kills} times in {runs} runs; resumed {resumed} times, skipped {skipped} checkpoints")
     assert resumed, "every process was killed before its first checkpoint"
 
 

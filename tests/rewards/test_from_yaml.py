@@ -8,9 +8,8 @@ import torch
 import yaml
 
 import trl_ext.rewards
-from tests.ppo.worker import make_trainer
 from tests.rewards.http_stub import serving
-from tests.tiny import tiny_llama, tiny_reward_model, tiny_tokenizer
+from tests.tiny import tiny_llama, tiny_ppo, tiny_reward_model, tiny_tokenizer
 from trl_ext.rewards import joined_weights, load_reward, load_rewards, reward_identity
 
 ROOT = Path(__file__).parents[2]
@@ -167,11 +166,8 @@ def test_every_reward_can_be_named_in_yaml_and_all_train_together(tmp_path):
         assert [reward_identity(f) for f in functions] == [
             reward_identity(f) for f in load_rewards(entries, str(tmp_path))[0]
         ]
-        trainer = make_trainer(
-            tmp_path / "run",
-            functions,
-            reward_weights=joined_weights(None, weights),
-            max_steps=1,
+        trainer = tiny_ppo(
+            tmp_path / "run", None, functions, reward_weights=joined_weights(None, weights), max_steps=1
         )
         trainer.train()
     log = trainer.state.log_history[0]

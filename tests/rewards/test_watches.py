@@ -193,7 +193,7 @@ def test_win_rate_against_the_first_evaluation(tmp_path):
     assert call(resumed, ["0", "0", "0", "9"], step=16, **columns)[1]["gold/win_rate"] == 0.25
     others = tmp_path / "gold_start.rank3.jsonl"  # this run has four processes, the next one has one
     others.write_text((tmp_path / "gold_start.rank0.jsonl").read_text().replace('"processes": 1', '"processes": 4'))
-    anew = GoldJudgeReward(judge, folder=tmp_path)
-    call(anew, ["9", "9", "9", "9"], **columns)
+    next_run = GoldJudgeReward(judge, folder=tmp_path)
+    call(next_run, ["9", "9", "9", "9"], **columns)
     again = GoldJudgeReward(judge, folder=tmp_path)
     assert call(again, ["5", "5", "5", "5"], step=8, **columns)[1]["gold/win_rate"] == 0.0

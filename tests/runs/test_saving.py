@@ -10,8 +10,8 @@ import torch
 from datasets import Dataset
 from transformers import TrainerCallback
 
-from tests.ppo.worker import RESUMED, Stop, make_trainer
-from tests.tiny import ON_CPU, tiny_llama, tiny_tokenizer
+from tests.ppo.worker import RESUMED, Stop
+from tests.tiny import ON_CPU, tiny_llama, tiny_ppo, tiny_tokenizer
 from trl_ext.dpo import ResumableSFTTrainer, SFTConfig
 from trl_ext.runs import saving
 from trl_ext.runs.saving import MARKER, NotSaved
@@ -82,8 +82,8 @@ def is_in_memory(checkpoint):
 def test_the_checkpoint_has_the_state_of_its_step(tmp_path, release):
     """Though training is four steps ahead when the first file reaches the disk."""
     config = {"save_strategy": "steps", "save_steps": 4, **RESUMED, "max_steps": 12}
-    make_trainer(tmp_path / "at once", **config).train()
-    trainer, seen = make_trainer(tmp_path, save_in_background=True, **config), []
+    tiny_ppo(tmp_path / "at once", **config).train()
+    trainer, seen = tiny_ppo(tmp_path, save_in_background=True, **config), []
 
     def look():
         seen.append((is_in_memory(tmp_path / "checkpoint-8"), complete(tmp_path)))

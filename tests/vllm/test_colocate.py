@@ -11,8 +11,7 @@ from trl.trainer import grpo_trainer
 
 from tests.agents import Counter, byte_tokenizer
 from tests.ppo.agent_worker import rows
-from tests.ppo.worker import collected, end_state, make_trainer, weights
-from tests.tiny import tiny_config, tiny_llama, tiny_tokenizer
+from tests.tiny import collected, end_state, tiny_config, tiny_llama, tiny_ppo, tiny_tokenizer, weights
 from trl_ext import PPOTrainer
 from trl_ext.functional import turn_starts
 
@@ -80,7 +79,7 @@ def make(policy, engines, tmp_path, monkeypatch):
         given = {"max_steps": 24, "learning_rate": 3e-2, "temperature": 0.7, "bf16": dtype == "bfloat16"}
         vllm = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 32}
         vllm |= {"vllm_gpu_memory_utilization": 0.3}
-        return make_trainer(tmp_path / folder, model=policy(name), **given | vllm | config)
+        return tiny_ppo(tmp_path / folder, policy(name), **given | vllm | config)
 
     return make
 
@@ -94,7 +93,7 @@ def differences(rollouts):
 @pytest.mark.parametrize("peft", [None, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize("name, dtype", [("llama", "float32"), ("llama", "bfloat16"), ("tied qwen", "float32")])
 def test_log_probs_follow_the_trained_weights(name, dtype, peft, make):
-    trainer = make(name, dtype, trainer_kwargs={"peft_config": peft})
+    trainer = make(name, dtype, peft_config=peft)
     before, seen = weights(trainer), collected(trainer)
     trainer.train()
     means, largest = differences(seen)
@@ -144,7 +143,7 @@ def test_log_probs_follow_the_weights_over_several_turns(peft, tmp_path, engines
 
 @pytest.mark.parametrize("peft", [None, LORA], ids=["full", "lora"])
 def test_without_the_weight_sync_log_probs_differ(peft, make):
-    trainer = make(trainer_kwargs={"peft_config": peft})
+    trainer = make(peft_config=peft)
     trainer.vllm_generation.sync_weights()
     trainer.vllm_generation.sync_weights = lambda: None
     seen = collected(trainer)

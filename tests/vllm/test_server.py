@@ -11,8 +11,7 @@ import pytest
 from safetensors.torch import save_file
 
 from tests.ppo.test_ahead import on_server, sampled_from
-from tests.ppo.worker import collected, make_trainer
-from tests.tiny import tiny_llama, tiny_tokenizer
+from tests.tiny import collected, tiny_llama, tiny_ppo, tiny_tokenizer
 from tests.vllm.on_cpu import ENVIRONMENT
 from trl_ext.ppo import ServerLost
 from trl_ext.runs.checkpoints import checkpoint_to_resume
@@ -64,7 +63,7 @@ def make(server, tmp_path):
     def make(**config):
         given = {"max_steps": 12, "learning_rate": 3e-2, "temperature": 0.7, "vllm_server_timeout": TIMEOUT}
         vllm = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": server.url}
-        return make_trainer(tmp_path / "out", model=server.flags[0], **given | vllm | config)
+        return tiny_ppo(tmp_path / "out", server.flags[0], **given | vllm | config)
 
     return make
 
@@ -143,7 +142,7 @@ def test_a_server_with_other_log_probs_is_refused(server, tmp_path):
     raw = Server(server.flags[0], *FLAGS[:2])
     try:
         with pytest.raises(ValueError, match="Restart the vLLM server .* `--logprobs-mode processed_logprobs`"):
-            make_trainer(
+            tiny_ppo(
                 tmp_path,
                 model=server.flags[0],
                 use_vllm=True,

@@ -149,11 +149,11 @@ def test_requests_without_a_token_or_from_a_browser_are_refused(small_server, mo
 
 
 def test_a_full_queue_refuses_and_abandoned_requests_are_not_scored():
-    seen, may_go_on = [], threading.Event()
+    seen, released = [], threading.Event()
 
     def slow(prompts, completions, **columns):
         seen.extend(completions)
-        may_go_on.wait(30)
+        released.wait(30)
         return by_text(prompts, completions)
 
     with serving(slow, max_queue_rows=2, max_batch_size=1) as (url, batcher):
@@ -167,7 +167,7 @@ def test_a_full_queue_refuses_and_abandoned_requests_are_not_scored():
             time.sleep(0.01)
         full = httpx2.post(url + "/score", json={"prompts": ["p"] * 2, "completions": ["a", "b"]}, timeout=60)
         assert full.status_code == 503 and full.headers["retry-after"] == "1"
-        may_go_on.set()
+        released.set()
         assert RemoteReward(url)(["p"], ["last"]) == by_text(["p"], ["last"])
         first.join()
         assert seen == ["first", "last"]

@@ -118,7 +118,7 @@ def micro_batches(size, steps, parts):
 
 def ppo(inputs, output_dir, processes, lora, reward=None, parts=1, **config):
     peft = {"peft_config": LoraConfig(task_type="CAUSAL_LM", **LORA)} if lora else {}
-    return tiny_ppo(
+    trainer = tiny_ppo(
         output_dir,
         str(inputs / "policy"),
         reward or ([str(inputs / "reward")] if lora else topic_reward),
@@ -127,6 +127,10 @@ def ppo(inputs, output_dir, processes, lora, reward=None, parts=1, **config):
         | {"save_strategy": "steps", **config},
         save_in_background=reward is None,  # each of the two ways to save has its workloads
     )
+    if not lora:  # the third step of each rollout takes back the second
+        controller = trainer.learning_rate_controller
+        controller._went_too_far = lambda sums: len(controller._used) == 2
+    return trainer
 
 
 def others(kind, inputs, output_dir, processes, lora, parts=1):

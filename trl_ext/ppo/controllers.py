@@ -234,7 +234,8 @@ class LearningRateController:
     def _went_too_far(self, sums: Tensor) -> bool:
         """Return whether the last step must be undone: whether it made the policy drop tokens it was certain of."""
         group = self._hooked.param_groups[0] if self._hooked is not None else {}
-        limit = self.OVERSHOOT * self._full_target * sums[1] + self.DROPPED
+        target = max(self.present_target, self._full_target / 10)  # where a schedule ends, rounding would count
+        limit = self.OVERSHOOT * target * sums[1] + self.DROPPED
         return bool(self.target and group.get("betas") and sums[0] > limit)
 
     def rescale(self, ratio: float) -> None:

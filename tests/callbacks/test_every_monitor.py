@@ -12,7 +12,7 @@ import trl_ext.callbacks as callbacks
 from recipes import ppo
 from tests.callbacks.cases import BAD_NUMBERS, CHANGES, NULL
 from tests.callbacks.replay import RUNBOOK, notices_of
-from tests.tiny import prompts, tiny_llama, tiny_ppo, tiny_tokenizer
+from tests.tiny import letters_reward, prompts, tiny_llama, tiny_ppo, tiny_tokenizer
 from trl_ext.callbacks import (
     CanaryCallback,
     HackWatch,
@@ -69,7 +69,7 @@ def test_names_and_arguments():
         "KLBudgetCallback",
         "{KLBudgetCallback: {limit: 8, action: stop, keys: {kl: my/kl}}}",
         "{EarlyStoppingCallback: {early_stopping_patience: 3}}",
-        "{CanaryCallback: {prompts: [the cat]}}",
+        "{CanaryCallback: {prompts: [the cat], judge: tests.tiny.letters_reward}}",
     ]
     plain, stopping, early, canary = load_monitors(entry_of(entries))
     assert type(plain) is KLBudgetCallback and (stopping.limit, stopping.action) == (8, "stop")
@@ -78,6 +78,7 @@ def test_names_and_arguments():
     trainer = SimpleNamespace(add_callback=added.append, callback_handler=SimpleNamespace(callbacks=added), args=None)
     attach_monitors(trainer, [plain, canary])
     assert added == [plain, canary] and isinstance(canary, CanaryCallback) and canary.trainer is trainer
+    assert canary.judge is letters_reward
 
 
 @pytest.mark.parametrize(

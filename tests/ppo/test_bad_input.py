@@ -40,6 +40,7 @@ WRONG = [
     ({"train_dataset": rows(prompt=["cat", ""])}, "8 of 16 prompts of the train dataset are empty"),
     ({"train_dataset": rows(prompt=[[{"role": "user", "content": "cat"}], []])}, "8 of 16 prompts .* are empty"),
     ({"eval_dataset": rows(prompt=["the " * 62])}, "prompt of the eval dataset has 62 tokens.* of 64"),
+    ({"value_model": tiny_reward_model(tiny_llama(max_position_embeddings=12))}, "critic's context of 12 tokens"),
     ({"train_dataset": rows(prompt=["a"], image=["x"])}, "images are not supported"),
     ({"train_dataset": rows(prompt=["a"], prompt_ids=["x"])}, "get other values by such names"),
     ({"train_dataset": rows(prompt=["a"], completions=["x"])}, r"the columns \['completions'\]. .* by such names"),

@@ -66,6 +66,15 @@ def test_a_critic_is_a_copy_of_a_fitting_reward_model_or_has_a_zero_head(acceler
     assert "zero head" in origin and not actor_critic.state_values(ids, torch.ones_like(ids)).any()
 
 
+def test_a_language_model_as_critic_gets_a_head_of_zeros(accelerator, tmp_path):
+    tiny_llama(seed=3).save_pretrained(tmp_path)
+    actor_critic, origin = make_actor_critic(loader(tiny_llama(), accelerator), no_rewards(), {}, str(tmp_path), None)
+    assert "zero head" in origin and not actor_critic.critic.score.weight.any()
+    tiny_reward_model(tiny_llama()).save_pretrained(tmp_path)
+    actor_critic, origin = make_actor_critic(loader(tiny_llama(), accelerator), no_rewards(), {}, str(tmp_path), None)
+    assert "zero head" not in origin and actor_critic.critic.score.weight.any()
+
+
 def test_with_an_adapter_the_critic_is_another_one_on_the_same_base(accelerator):
     def policy():
         config = LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=["q_proj"])

@@ -55,6 +55,23 @@ def checkpoints(tmp_path_factory):
     return folder
 
 
+def test_a_run_that_a_failing_reward_ended_resumes_from_its_last_rollout(tmp_path):
+    calls = []
+
+    def letters_reward(completions, **kwargs):
+        calls.append(1)
+        if len(calls) == 3:
+            raise ConnectionError("no answer")
+        return tiny.letters_reward(completions)
+
+    trainer = tiny_ppo(tmp_path, None, letters_reward, **RESUMED)
+    with pytest.raises(RuntimeError, match=r"no answer.* saved\. .* resumes from .*checkpoint-8\."):
+        trainer.train()
+    resumed = tiny_ppo(tmp_path, None, letters_reward, **RESUMED)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 14 and len(calls) == 5  # the third rollout again, then the fourth
+
+
 @pytest.mark.slow
 def test_checkpoints_fall_on_the_ends_of_rollouts_and_of_the_run(checkpoints):
     assert sorted(int(path.name[11:]) for path in complete(checkpoints)) == [4, 8, 12, 14]

@@ -134,12 +134,15 @@ def test_without_room_in_memory_training_waits_with_one_warning(tmp_path, monkey
     assert seen == [1, 2, 3] and len(said) == 1 and "GiB in " in said[0] and "which has 0.0 GiB free" in said[0]
 
 
-def test_staging_dir_is_used(tmp_path, release):
+@pytest.mark.parametrize("without_state", [False, True])
+def test_staging_dir_is_used(without_state, tmp_path, release):
     (tmp_path / "fast").mkdir()
-    trainer, seen = sft(tmp_path / "run", **EACH_STEP, staging_dir=str(tmp_path / "fast")), []
+    config = EACH_STEP | {"staging_dir": str(tmp_path / "fast"), "save_only_model": without_state}
+    trainer, seen = sft(tmp_path / "run", **config), []
     trainer.add_callback(At(_3=lambda: (seen.extend((tmp_path / "fast").iterdir()), release.set())))
     trainer.train()
-    assert len(seen) == 1 and complete(tmp_path / "run") == [1, 2, 3, 4] and not [*(tmp_path / "fast").iterdir()]
+    assert len(seen) == 1 and not [*(tmp_path / "fast").iterdir()]
+    assert complete(tmp_path / "run") == ([] if without_state else [1, 2, 3, 4])
 
 
 # The Trainer writes safetensors, PyTorch and JSON files, the thread writes the marker

@@ -534,7 +534,7 @@ def load_monitors(entries: Sequence[str | dict[str, Any]] | None) -> list[Traine
     """
     import trl_ext.callbacks as package
 
-    from ..rewards.from_yaml import name_and_arguments  # imports TRL
+    from ..rewards.from_yaml import load_rewards, name_and_arguments  # imports TRL
 
     known = {name: getattr(package, name) for name in package.__all__ if name.endswith(("Callback", "Watch"))}
     known["EarlyStoppingCallback"] = EarlyStoppingCallback
@@ -545,7 +545,8 @@ def load_monitors(entries: Sequence[str | dict[str, Any]] | None) -> list[Traine
         try:
             entry = {entry: None} if isinstance(entry, str) else entry
             name, arguments = name_and_arguments(entry, known, "monitor", "a `Name`")
-            monitors.append(known[name](**arguments))
+            judge = {"judge": load_rewards([arguments["judge"]])[0][0]} if arguments.get("judge") else {}
+            monitors.append(known[name](**arguments | judge))
         except (TypeError, ValueError) as error:
             raise ValueError(f"`monitors` entry {place}: {error}") from error
     return monitors

@@ -244,7 +244,9 @@ class MonitoringPlotCallback(TrainerCallback):
 
     def __post_init__(self) -> None:
         need("matplotlib", "MonitoringPlotCallback")
-        self._drawn = 0
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._drawn = state.global_step
 
     def on_log(self, args, state, control, **kwargs):
         if state.global_step - self._drawn >= self.steps:

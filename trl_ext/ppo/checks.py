@@ -141,16 +141,17 @@ def check_evaluation_batch(args: PPOConfig) -> None:
 
 
 def check_prompt_lengths(
-    tokenize: Callable[[list], tuple], policy: Any, max_completion_length: int, datasets: Datasets
+    tokenize: Callable[[list], tuple], models: dict[str, Any], max_completion_length: int, datasets: Datasets
 ) -> None:
     """
-    Raise a `ValueError` if a prompt is empty, or leaves no room for the longest completion in the policy's context.
+    Raise a `ValueError` if a prompt is empty, or leaves no room for the longest completion in the smallest context.
 
     Args:
         tokenize: takes prompts, and returns a tuple that begins with a list of the token ids of each.
+        models: the models that read these tokens, by their names in the message.
         datasets: names and datasets of prompts.
     """
-    context = context_of(policy)
+    context, whose = min((context_of(model), name) for name, model in models.items())
     for name, dataset in datasets:
         lengths: list[int] = []
         for batch in dataset.select_columns("prompt").iter(1000):
@@ -169,7 +170,7 @@ def check_prompt_lengths(
             prompt = str(dataset[lengths.index(longest)]["prompt"])
             raise ValueError(
                 f"A prompt of the {name} dataset has {longest} tokens, which leaves no room for "
-                f"`max_completion_length={max_completion_length}` in the policy's context of {context} tokens. Lower "
+                f"`max_completion_length={max_completion_length}` in the {whose}'s context of {context} tokens. Lower "
                 f"`max_completion_length`, or leave out long prompts (`max_prompt_length` of `trl-ext ppo` does). It "
                 f"begins with {prompt[:60]!r}."
             )

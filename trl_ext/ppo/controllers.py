@@ -236,7 +236,7 @@ class LearningRateController:
         group = self._hooked.param_groups[0] if self._hooked is not None else {}
         target = max(self.present_target, self._full_target / 10)  # where a schedule ends, rounding would count
         limit = self.OVERSHOOT * target * sums[1] + self.DROPPED
-        return bool(self.target and group.get("betas") and sums[0] > limit)
+        return bool(self.target and group.get("betas", (0.0,))[0] > 0 and sums[0] > limit)
 
     def rescale(self, ratio: float) -> None:
         """After a change of the learning rate, multiply the factor by old ÷ new, so that steps stay as large."""

@@ -19,7 +19,6 @@ from ..models.actor_critic import add_value_forward, check_one_label, zero_
 from ..models.adapters import check_config, check_head
 from ..models.loading import has_head, is_adapter, load_adapted, whole_on_each_process
 from ..models.weights import base_model_of, check_pad_token, disable_dropout
-from ..rewards.model import load_classifier
 from ..runs.checkpoints import ResumableRun
 from ..runs.redaction import HidesCredentials
 from ..runs.settings import (
@@ -34,6 +33,7 @@ from .config import ReturnSettings
 from .evaluation_pass import EvaluationPass
 from .metrics import Accumulator
 from .passes import Passes
+from .roles import load_whole_critic
 
 _NO_TOKEN = -100  # the label that the Trainer leaves out when it counts the tokens of a step
 
@@ -116,11 +116,8 @@ def load_critic(path: str, peft_config: LoraConfig | None = None, **kwargs: Any)
             zero_(base_model_of(critic).score)
         return critic, f"the adapter {path}" + " with a zero head" * is_new
     with whole_on_each_process():  # else only the first process would have the weights of a new head
-        critic, found = load_classifier(path, output_loading_info=True, **kwargs)
+        critic, is_new = load_whole_critic(path, **kwargs)
     check_standalone(critic)
-    is_new = any(not key.startswith(f"{critic.base_model_prefix}.") for key in found["missing_keys"])
-    if is_new:
-        zero_(critic.score)
     if peft_config is not None:
         peft_config.task_type = "SEQ_CLS"
         check_config(peft_config, "peft_config")

@@ -27,6 +27,7 @@ class DeferredErrors:
 
     def __init__(self) -> None:
         self.errors: list[tuple[str, BaseException]] = []
+        self.were_raised = False
 
     def add(self, what: str, error: BaseException) -> None:
         """Record an error until `raise_everywhere`; the phrase `what` says where it was raised."""
@@ -45,6 +46,7 @@ class DeferredErrors:
             return
         cause = self.errors[0][1] if self.errors else None
         self.errors.clear()
+        self.were_raised = True
         messages = list(dict.fromkeys(message for message, _ in everyones))
         messages[3:] = [f"and {len(messages) - 3} more"] * (len(messages) > 3)
         kind = RewardFailed if all(is_failed for _, is_failed in everyones) else RuntimeError

@@ -10,7 +10,7 @@ from peft import LoraConfig, PeftModel
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
 
-from ..models.actor_critic import ActorCritic, AdapterClassifier, check_critic, critic_from_policy
+from ..models.actor_critic import ActorCritic, AdapterClassifier, check_critic, critic_from_policy, zero_
 from ..models.adapters import (
     CRITIC,
     POLICY,
@@ -364,6 +364,15 @@ def add_critic_adapter(
     return head, f"an adapter of rank {policy.peft_config[CRITIC].r} on the policy's base, {origin}"
 
 
+def load_whole_critic(path: str, **kwargs: Any) -> tuple[Any, bool]:
+    """Load a classifier; return it, and whether its folder has no head, as a language model's: it is then zero."""
+    critic, found = load_classifier(path, output_loading_info=True, **kwargs)
+    is_new = any(not key.startswith(f"{critic.base_model_prefix}.") for key in found["missing_keys"])
+    if is_new and hasattr(critic, "score"):  # else the head is refused by its name
+        zero_(critic.score)
+    return critic, is_new
+
+
 def make_critic(loader: Loader, rewards: Rewards, value_model: Any) -> tuple[Any, str]:
     """
     Make a critic that has a base of its own: `value_model`, loaded from its path or as given.
@@ -376,9 +385,12 @@ def make_critic(loader: Loader, rewards: Rewards, value_model: Any) -> tuple[Any
         The critic, and a phrase that says what it was made from.
     """
     critic: Any
-    if isinstance(value_model, str):
-        critic = (load_separately if is_adapter(value_model) else load_classifier)(value_model, **loader.kwargs)
+    if isinstance(value_model, str) and is_adapter(value_model):
+        critic = load_separately(value_model, **loader.kwargs)
         origin = f"`value_model` {value_model}"
+    elif isinstance(value_model, str):
+        critic, is_new = load_whole_critic(value_model, **loader.kwargs)
+        origin = f"`value_model` {value_model}" + " with a zero head" * is_new
     elif value_model is not None:
         critic = value_model
         origin = "`value_model`"

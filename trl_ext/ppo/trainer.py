@@ -322,7 +322,13 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         self._waiting: set[str] = set()  # requests that wait for the end of the rollout
 
         if environment_factory is None:  # else what `reset` says is known in the rollout only
-            check_prompt_lengths(self._tokenize_prompts, self._loader.policy, self.max_completion_length, datasets)
+            readers = {"policy": self._loader.policy}
+            if actor_critic.has_own_critic:
+                readers["critic"] = actor_critic.critic
+            for i in rewards.critic_candidates():
+                if isinstance(rewards.functions[i], nn.Module):
+                    readers[f"reward model {rewards.names[i]}"] = rewards.functions[i]
+            check_prompt_lengths(self._tokenize_prompts, readers, self.max_completion_length, datasets)
         ConsoleCallback.replace(self)
 
     def _adapt_grpo(self, policy: Any) -> None:
@@ -921,13 +927,18 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             self._ahead = RolloutsAhead(
                 self.vllm_generation, self.args, self._errors, self.metrics, self._prompts_of, self._sync_weights
             )
+        self._errors.were_raised = False
         try:
             with Hold(self.args.output_dir):  # until the last step is saved, too
                 try:
                     output = super().train(resume_from_checkpoint, **kwargs)
-                except ServerLost as error:
-                    left = how_to_resume(self.state.global_step, self._save_last_step())
-                    raise ServerLost(f"{error} {left}") from None
+                except Exception as error:
+                    is_server = isinstance(error, ServerLost)
+                    if not (is_server or self._errors.were_raised):
+                        raise  # perhaps on this process alone
+                    fix = "Start the server" if is_server else "Fix the cause"
+                    left = how_to_resume(fix, self.state.global_step, self._save_last_step())
+                    raise type(error)(f"{error} {left}") from error.__cause__
         finally:
             self._ahead = None
         return output._replace(training_loss=output.metrics.get("train_loss", output.training_loss))

@@ -182,7 +182,9 @@ class BackgroundSaving(_Trainer):
                 checkpoint.unlink()
                 part.rename(checkpoint)
                 shutil.rmtree(in_memory)
-            if not self.args.save_only_model:  # else there is nothing to resume from
+            if self.args.save_only_model:  # there is nothing to resume from
+                self._size = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
+            else:
                 self._size = write_marker(checkpoint, self._settings)
             delete_old(checkpoint, self.args.save_total_limit, best)
         except Exception as failure:

@@ -39,7 +39,7 @@ def add_dense_lm_head(model: Any, temperature: float = 1.0, budget_gb: float = 1
         temperature: divides the logits, as in TRL's head.
         budget_gb: GiB that the logits of one call may take; 0 leaves everything to TRL's head.
     """
-    tiled = model.forward
+    trl_forward = model.forward
 
     @functools.wraps(type(model).forward)  # `generate` reads the signature
     def forward(
@@ -53,17 +53,17 @@ def add_dense_lm_head(model: Any, temperature: float = 1.0, budget_gb: float = 1
         **kwargs: Any,
     ) -> Any:
         if predicts is None or targets is None:
-            return tiled(*args, fused_lm_head=fused_lm_head, **kwargs)
+            return trl_forward(*args, fused_lm_head=fused_lm_head, **kwargs)
         numbers = (budget_tokens or len(predicts)) * self.config.get_text_config().vocab_size
         kwargs["use_cache"] = False
         if numbers * _dtype_of_logits(self, predicts.device).itemsize > budget_gb * GIB:
             with _backbone_gives(self.base_model, predicts):
-                output = tiled(*args, fused_lm_head=True, shift_labels=targets[None], **kwargs)
+                output = trl_forward(*args, fused_lm_head=True, shift_labels=targets[None], **kwargs)
             logprobs = output.log_probs[0]
             entropies = None if output.entropy is None else output.entropy[0]
         else:
             with _head_takes(self.get_output_embeddings(), predicts):
-                output = tiled(*args, **kwargs)
+                output = trl_forward(*args, **kwargs)
             _unview_gradient(output.logits.grad_fn)
             logits = output.logits.flatten(0, 1)
             targets = targets.to(output.logits.device)

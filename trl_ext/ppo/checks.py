@@ -16,7 +16,7 @@ from .config import PPOConfig
 Datasets = list[tuple[str, Dataset]]
 
 
-def listed(reward_funcs: Any, tokenizers: Any, policy_tokenizer: Any) -> tuple[list, list]:
+def rewards_and_tokenizers(reward_funcs: Any, tokenizers: Any, policy_tokenizer: Any) -> tuple[list, list]:
     """
     Return a list of the rewards and a list of their tokenizers, None where there is none.
 

@@ -372,8 +372,8 @@ class RolloutTrainer(GRPOTrainer):
             self._passes, ids=ids, token_counts=counts, width=width, size=args.local_rollout_forward_batch_size
         )
         found: dict[str, Tensor] = {}
-        unchecked = disable_gradient_checkpointing(self.model, args.gradient_checkpointing_kwargs)
-        with torch.no_grad(), unchecked, self.metrics.timed("logprobs"):
+        without_checkpointing = disable_gradient_checkpointing(self.model, args.gradient_checkpointing_kwargs)
+        with torch.no_grad(), without_checkpointing, self.metrics.timed("logprobs"):
             if any(asked.values()):
                 found |= run(self.model, **asked)
             if args.use_ref_model:

@@ -110,7 +110,7 @@ def check_base(policy: Any, accelerator: Any, use_vllm: bool) -> None:
     )
 
 
-def prepare_base(policy: Any, use_vllm: bool) -> None:
+def pin_reference(policy: Any, use_vllm: bool) -> None:
     """
     Copy the policy's adapter to the reference's adapter, if there is one. With `use_vllm`, make sure that the base's
     weights stay the same when TRL merges the adapter for vLLM and unmerges it.
@@ -145,7 +145,7 @@ def make_reference(loader: Loader, ref_model: Any, args: PPOConfig, tokenizer: A
             "out to use a frozen copy of the policy."
         )
     if vocabulary_of(reference) > vocabulary_of(loader.policy):
-        check_same_ids("`ref_model`", named(ref_model), tokenizer)
+        check_same_ids("`ref_model`", path_of(ref_model), tokenizer)
     reference.requires_grad_(False).eval()
     if args.disable_dropout:
         disable_dropout(reference)
@@ -404,11 +404,11 @@ def make_critic(loader: Loader, rewards: Rewards, value_model: Any) -> tuple[Any
         origin = "the policy's backbone with a zero head"
     check_critic(critic, rewards.policy_tokenizer)
     if vocabulary_of(critic) != vocabulary_of(loader.policy):
-        check_same_ids("`value_model`", named(value_model), rewards.policy_tokenizer)
+        check_same_ids("`value_model`", path_of(value_model), rewards.policy_tokenizer)
     return critic.requires_grad_(True), origin
 
 
-def named(model: Any) -> str | None:
+def path_of(model: Any) -> str | None:
     """Return the folder or hub name of a model that is given as a path or an object; None if it has neither."""
     return model if isinstance(model, str) else get_config_model_id(unwrapped(model).config) or None
 

@@ -73,7 +73,7 @@ from .checks import (
     check_arguments,
     check_evaluation_batch,
     check_prompt_lengths,
-    listed,
+    rewards_and_tokenizers,
 )
 from .collection import RolloutTrainer
 from .config import PPOConfig
@@ -93,7 +93,7 @@ from .roles import (
     load_reward_models,
     make_actor_critic,
     make_reference,
-    prepare_base,
+    pin_reference,
     prepare_roles,
 )
 from .rollout import Rollout, joined, permuted, token_counts_of
@@ -218,16 +218,18 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         if args is None:
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = PPOConfig(f"{name.split('/')[-1] or 'model'}-PPO")
-        reward_funcs, reward_processing_classes = listed(reward_funcs, reward_processing_classes, processing_class)
+        reward_funcs, reward_processing_classes = rewards_and_tokenizers(
+            reward_funcs, reward_processing_classes, processing_class
+        )
         evals = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
         datasets = [(name, data) for name, data in {"train": train_dataset, **evals}.items() if data is not None]
-        players = {"tools": tools, "environment_factory": environment_factory, "rollout_func": rollout_func}
+        agent_arguments = {"tools": tools, "environment_factory": environment_factory, "rollout_func": rollout_func}
         check(
             args,
             {"model": model, "value_model": value_model, "ref_model": ref_model}
             | {f"reward {i}": reward for i, reward in enumerate(reward_funcs)},
             datasets,
-            [name for name, player in players.items() if player],
+            [name for name, argument in agent_arguments.items() if argument],
             optimizers[0],
         )
         if rollout_func is None:
@@ -286,7 +288,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             self._set_reference(ref_model)
         if self._is_peft:
             check_base(policy, self.accelerator, self.use_vllm)
-            prepare_base(policy, self.use_vllm)
+            pin_reference(policy, self.use_vllm)
         heads = rewards.load_adapters(self._loader, args.share_reward_base)
         actor_critic, self._critic_origin = make_actor_critic(
             self._loader, rewards, heads, value_model, critic_peft_config, has_critic=args.baseline != "mean"

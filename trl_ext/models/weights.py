@@ -35,7 +35,7 @@ def unwrapped(model: Any) -> Any:
 
 def context_of(model: Any, otherwise: Any = math.inf) -> Any:
     """Return the length of the context, in tokens, of a model or configuration; `otherwise` if it has no limit."""
-    config = getattr(base_model_of(model), "config", model)
+    config = getattr(base_model_of(unwrapped(model)), "config", model)
     return getattr(config.get_text_config(), "max_position_embeddings", None) or otherwise
 
 

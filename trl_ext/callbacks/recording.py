@@ -244,6 +244,7 @@ class MonitoringPlotCallback(TrainerCallback):
 
     def __post_init__(self) -> None:
         need("matplotlib", "MonitoringPlotCallback")
+        self._drawn = 0
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._drawn = state.global_step

@@ -12,7 +12,7 @@ from tests.tiny import ON_CPU, length_reward, tiny_llama, tiny_ppo, tiny_tokeniz
 from trl_ext.callbacks.monitor import REGISTRY, alerts_of
 
 RUNBOOK = (Path(__file__).parents[2] / "docs" / "runbook.md").read_text()
-# The findings in the runbook's tables; … stands for any words
+# The runbook's tables list these findings. In them … means any words
 ENTRIES = [
     re.compile(re.escape(entry).replace("…", ".+"))
     for row in re.findall(r"(?m)^\| (\*.+?) \|", RUNBOOK)

@@ -1,7 +1,7 @@
 """
 Exact bias and variance of the policy's gradient with importance weights for another sampler.
 
-The policy is a table of logits: a row for each prefix, over 5 tokens, one of which is EOS. So all completions of up to
+The policy is a table of logits, with a row for each prefix. It has 5 tokens; one is EOS. So all completions of up to
 `longest` tokens can be enumerated, and expectations under any sampler are sums. The estimator is PPO's first minibatch
 of one completion with γ = λ = 1 and a critic that knows the mean reward b: ĝ = Σ_t w_t (R − b) ∇ log π(y_t). Without
 bias its mean is the gradient of the policy's expected reward.

@@ -256,7 +256,7 @@ def test_a_transposed_head_gives_the_same_logits(bias, monkeypatch):
 
 @pytest.mark.slow
 def test_completions_have_their_probability():
-    """Each completion of up to three of five tokens, by χ²: 20,000 rows of two prompts, most of which end early."""
+    """All completions of up to three tokens, from a vocabulary of five, by χ². Most of the 20,000 rows end early."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SHAPE | {"vocab_size": 5, "initializer_range": 0.3})).eval()
     rows, temperature, prompts = 10_000, 0.8, torch.tensor([[0, 0, 3], [4, 3, 1]])

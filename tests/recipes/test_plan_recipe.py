@@ -14,7 +14,7 @@ HEAD = {"use_cpu": True, "bf16": False, "report_to": "none", "per_device_train_b
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Two recipes, the second of which starts from the first one's output, and a folder as the hub's model."""
+    """Write two recipes and a folder for the hub's model; the second recipe starts from the output of the first."""
     folder = tmp_path_factory.mktemp("plan")
     tiny_llama(num_hidden_layers=1).config.save_pretrained(folder / "hub")
     tiny_tokenizer().save_pretrained(folder / "hub")

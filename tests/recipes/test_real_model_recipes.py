@@ -46,7 +46,7 @@ def parse(path, *more):
 
 
 def base_of(path, name):
-    """The hub name of the model from which the recipe with the output `name`, in the same folder, starts."""
+    """Return the hub name of the model that `name`, a hub name or a recipe's output, was trained from."""
     produced = {}
     for other in FILES:
         lines = dict(

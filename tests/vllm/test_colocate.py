@@ -190,7 +190,7 @@ def test_several_completions_of_a_prompt_belong_to_it(make):
 
 
 def test_log_probs_are_those_of_the_truncated_distribution(make):
-    """With top-k 3: the distribution from which vLLM samples, at the run's temperature."""
+    """With top-k 3, vLLM's log-probs are those of the truncated distribution, at the run's temperature."""
     trainer = make(top_k=3, allow_off_policy_sampling=True, max_steps=4, learning_rate=0.0)
     seen = collected(trainer)
     trainer.train()

@@ -106,9 +106,9 @@ class LearningRateController:
     # A step is undone if after it a minibatch's first sum is above OVERSHOOT times its target and this; a token that
     # the policy no longer samples adds 2
     DROPPED = 4.0
-    # In each row: a KL ÷ what it should be, from which on the row holds; by how much the factor may then rise in a
-    # rollout, once the target has been in reach; by how much the ceiling rises. A policy that does not move at all may
-    # be certain of everything, so the last row is the most careful
+    # A row is used for a KL ÷ what it should be above its first number. The second is the largest rise of the factor
+    # in a rollout, once the target has been in reach; the third is the rise of the ceiling. A policy that does not move
+    # at all may be certain of everything, so the last row is the most careful
     RISES = ((0.25, 1.5, 1.02), (0.01, 2.0, 1.1), (-math.inf, 1.1, 1.02))
 
     def __init__(self, target: float, episodes: int = 64, kl_limit: float = math.inf, minibatches: int = 1):
@@ -140,9 +140,10 @@ class LearningRateController:
             rates[:] = [group["lr"] for group in optimizer.param_groups]
             self.last_factor = self.factor_in_use
             for group in optimizer.param_groups:
-                group["lr"] = group["lr"] * self.last_factor
-                if self.undone:  # without a gradient Adam repeats the last step, each time β₁ times as large
-                    group["lr"] *= -(self.undone[-1] / self.last_factor) / group["betas"][0] ** len(self.undone)
+                if not self.undone:
+                    group["lr"] = group["lr"] * self.last_factor
+                else:  # without a gradient Adam repeats the last step, each time β₁ times as large
+                    group["lr"] = group["lr"] * -self.undone[-1] / group["betas"][0] ** len(self.undone)
                     for parameter in group["params"]:
                         if parameter.grad is not None:
                             parameter.grad.zero_()
@@ -232,7 +233,7 @@ class LearningRateController:
         return kl
 
     def _went_too_far(self, sums: Tensor) -> bool:
-        """Return whether the last step must be undone: whether it made the policy drop tokens it was certain of."""
+        """Return whether the last step must be undone, since the policy has dropped tokens that it was certain of."""
         group = self._hooked.param_groups[0] if self._hooked is not None else {}
         target = max(self.present_target, self._full_target / 10)  # where a schedule ends, rounding would count
         limit = self.OVERSHOOT * target * sums[1] + self.DROPPED

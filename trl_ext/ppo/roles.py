@@ -365,7 +365,7 @@ def add_critic_adapter(
 
 
 def load_whole_critic(path: str, **kwargs: Any) -> tuple[Any, bool]:
-    """Load a classifier; return it, and whether its folder has no head, as a language model's: it is then zero."""
+    """Load a critic; return it, and whether it got a head of zeros, since the folder has none (a language model)."""
     critic, found = load_classifier(path, output_loading_info=True, **kwargs)
     is_new = any(not key.startswith(f"{critic.base_model_prefix}.") for key in found["missing_keys"])
     if is_new and hasattr(critic, "score"):  # else the head is refused by its name

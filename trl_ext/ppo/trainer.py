@@ -65,6 +65,7 @@ from ..models.weights import (
 from ..runs.checkpoints import ResumableRun
 from ..runs.control import saving_forbidden, take_kl_scale, take_rate_scale
 from ..runs.output_dir import Hold
+from ..runs.saving import how_to_resume
 from ..upstream.names import RepeatSampler, check_contract, get_config_model_id, is_conversational
 from ..upstream.statements import temporarily
 from . import gradients
@@ -97,7 +98,7 @@ from .roles import (
     prepare_roles,
 )
 from .rollout import Rollout, joined, permuted, token_counts_of
-from .vllm import RolloutsAhead, ServerGuard, ServerLost, check_loadable, check_logprobs, how_to_resume
+from .vllm import RolloutsAhead, ServerGuard, ServerLost, check_loadable, check_logprobs
 
 _WITH_STATE = (
     "kl_controller",
@@ -327,7 +328,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             readers = {"policy": self._loader.policy}
             if actor_critic.has_own_critic:
                 readers["critic"] = actor_critic.critic
-            for i in rewards.critic_candidates():
+            for i in rewards.critic_candidates():  # those with the policy's tokenizer
                 if isinstance(rewards.functions[i], nn.Module):
                     readers[f"reward model {rewards.names[i]}"] = rewards.functions[i]
             check_prompt_lengths(self._tokenize_prompts, readers, self.max_completion_length, datasets)

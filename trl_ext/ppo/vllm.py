@@ -174,19 +174,6 @@ class ServerGuard:
             raise ConnectionResetError("it was restarted, and has its initial weights")
 
 
-def how_to_resume(fix: str, step: int, checkpoint: str | None) -> str:
-    """
-    Return a sentence on how to resume a run that ended after `step` optimizer steps; `fix` is what to do first, and
-    `checkpoint` holds the last step, None if it was not saved.
-    """
-    if not step:
-        return f"No step was finished. {fix}, then begin again."
-    resume = f"{fix}, then run the same command (in Python `train(resume_from_checkpoint=True)`): it resumes from"
-    if checkpoint is None:  # `save_only_model`, or a full disk with `on_save_failure: continue`
-        return f"{resume} the newest complete checkpoint, if there is one."
-    return f"The training so far is saved. {resume} {checkpoint}."
-
-
 @dataclass
 class PendingRollout:
     """Hold a rollout that was requested from the server, until `take` returns it."""

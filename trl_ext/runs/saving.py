@@ -259,6 +259,19 @@ MARKER = "trl_ext_complete.json"
 _NO_STATE = {MARKER, f"{MARKER}.tmp", "README.md", "checkpoint-is-incomplete.txt"}  # that by `enable_jit_checkpoint`
 
 
+def how_to_resume(fix: str, step: int, checkpoint: str | None) -> str:
+    """
+    Return a sentence on how to resume a run that ended after `step` optimizer steps; `fix` is what to do first, and
+    `checkpoint` holds the last step, None if it was not saved.
+    """
+    if not step:
+        return f"No step was finished. {fix}, then begin again."
+    resume = f"{fix}, then run the same command (in Python `train(resume_from_checkpoint=True)`): it resumes from"
+    if checkpoint is None:  # `save_only_model`, or a full disk with `on_save_failure: continue`
+        return f"{resume} the newest complete checkpoint, if there is one."
+    return f"The training so far is saved. {resume} {checkpoint}."
+
+
 def write_marker(checkpoint: str | os.PathLike[str], settings: dict[str, Any]) -> int:
     """
     Mark a checkpoint as complete, by a file; return the size of the checkpoint's other files in bytes.

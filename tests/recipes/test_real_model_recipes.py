@@ -46,7 +46,7 @@ def parse(path, *more):
 
 
 def base_of(path, name):
-    """Return the hub name of the model that `name`, a hub name or a recipe's output, was trained from."""
+    """Return the hub name of the model that led to `name`, a hub name or an output."""
     produced = {}
     for other in FILES:
         lines = dict(

@@ -107,8 +107,8 @@ class LearningRateController:
     # the policy no longer samples adds 2
     DROPPED = 4.0
     # A row is used for a KL ÷ what it should be above its first number. The second is the largest rise of the factor
-    # in a rollout, once the target has been in reach; the third is the rise of the ceiling. A policy that does not move
-    # at all may be certain of everything, so the last row is the most careful
+    # in a rollout, once the target has been in reach; the third is the rise of the ceiling. The last row is the most
+    # careful: a policy that does not move at all may be certain of everything
     RISES = ((0.25, 1.5, 1.02), (0.01, 2.0, 1.1), (-math.inf, 1.1, 1.02))
 
     def __init__(self, target: float, episodes: int = 64, kl_limit: float = math.inf, minibatches: int = 1):

@@ -91,7 +91,7 @@ def send_to(name: str, alert: Alert, args: Any) -> None:
 
     `log` is the log of transformers, `jsonl` the file `alerts.jsonl` in the output directory. Others are trackers;
     TensorBoard shows alerts as text of its run `monitors`. A URL gets JSON: the alert's fields, and `text`, the alert
-    in words, which Slack and similar services show.
+    in words, which Slack and similar services show. wandb and trackio raise an error if no run of theirs is open.
 
     `args` are the trainer's arguments, which have the output directory.
     """
@@ -106,8 +106,7 @@ def send_to(name: str, alert: Alert, args: Any) -> None:
         case "wandb":
             import wandb
 
-            if wandb.run is not None:
-                wandb.alert(title=title, text=str(alert), level=severity)  # type: ignore[attr-defined]
+            wandb.alert(title=title, text=str(alert), level=severity)  # type: ignore[attr-defined]
         case "tensorboard":
             try:
                 from torch.utils.tensorboard import SummaryWriter  # transformers' own writer is closed by the end
@@ -120,8 +119,7 @@ def send_to(name: str, alert: Alert, args: Any) -> None:
         case "trackio":
             import trackio
 
-            if trackio_is_open():
-                trackio.alert(title, str(alert), trackio.AlertLevel[severity])
+            trackio.alert(title, str(alert), trackio.AlertLevel[severity])
         case url:  # in the background; the process waits for it before it ends
             body = json.dumps(finite({"text": str(alert), **asdict(alert)})).encode()
             threading.Thread(target=_post, args=(Request(url, body, {"Content-Type": "application/json"}),)).start()

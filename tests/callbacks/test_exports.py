@@ -23,6 +23,7 @@ from trl_ext import DPOTrainer
 from trl_ext.callbacks import (
     JSONLCallback,
     KLBudgetCallback,
+    MonitoringPlotCallback,
     PrometheusCallback,
     SamplesCallback,
     record_run,
@@ -196,6 +197,14 @@ def test_records_are_not_pushed_to_the_hub(tmp_path, monkeypatch):
 
 def samples(text):
     return {name: float(value) for name, value in re.findall(r"^(\S+) (\S+)$", text, re.MULTILINE)}
+
+
+def test_a_textfile_and_a_plot_that_cannot_be_written_warn_once(tmp_path, caplog):
+    args = tiny_config(tmp_path / "no")  # no such folder
+    run = Replay(args, PrometheusCallback(textfile=f"{args.output_dir}/run.prom"), MonitoringPlotCallback(steps=1))
+    for step in (1, 2, 3):
+        run.log(step, logs=LOG)
+    assert caplog.text.count("PrometheusCallback could not") == caplog.text.count("monitoring.png` could not") == 1
 
 
 def test_server_textfile_and_dashboard(tmp_path):

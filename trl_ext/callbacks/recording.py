@@ -218,7 +218,7 @@ class PrometheusCallback(TrainerCallback):
             try:
                 write_to_textfile(self.textfile, self.registry)
             except OSError as error:
-                logger.warning(f"PrometheusCallback could not write its `textfile`; the run is not affected: {error}")
+                logger.warning_once(f"PrometheusCallback could not write its `textfile`; training continues: {error}")
 
     def on_train_end(self, args, state, control, **kwargs):
         if self._server is not None:
@@ -273,7 +273,7 @@ class MonitoringPlotCallback(TrainerCallback):
             with whole_file(Path(args.output_dir) / "rlhf_monitoring.png") as temporary:
                 figure.savefig(temporary, dpi=100, format="png")
         except OSError as error:
-            logger.warning(f"`rlhf_monitoring.png` could not be written; the run is not affected: {error}")
+            logger.warning_once(f"`rlhf_monitoring.png` could not be written; training continues: {error}")
 
 
 # ---- The page ----

@@ -153,6 +153,34 @@ def test_steps_that_drop_tokens_are_taken_back():
     assert (places[43] - places[42]).norm() < size
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam])
+def test_a_step_is_taken_back_only_where_the_optimizer_can_repeat_it(kind):
+    weight = torch.nn.Parameter(torch.zeros(1))
+    controller, optimizer = LearningRateController(0.1), kind([weight])
+    controller.attach(optimizer)
+    for taken, kl in enumerate((0.0, 99.0)):
+        controller.observe(torch.tensor([kl, 10.0, 1.0, 1.0]), taken, 4)
+        weight.grad = torch.ones(1)
+        optimizer.step()
+    assert bool(controller.undone) == (kind is torch.optim.AdamW)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_steps_that_the_loss_scaler_skips_do_not_raise_the_factor(fused):
+    weight = torch.nn.Parameter(torch.zeros(1))
+    controller, optimizer = LearningRateController(0.1), torch.optim.AdamW([weight], fused=fused)
+    controller.attach(optimizer)
+    scaler, factors = torch.amp.GradScaler("cpu"), []
+    for taken in range(6):
+        controller.observe(torch.tensor([1e-5, 10.0, 1.0, 1.0]), taken, 32)  # so much by rounding alone
+        factors.append(controller.factor)
+        scaler.scale(torch.zeros(1))
+        weight.grad = torch.full((1,), torch.inf if taken < 4 else 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+    assert factors[:5] == [0.1] * 5 < factors[5:]
+
+
 def test_the_kl_is_that_of_the_last_epoch():
     """Each minibatch's KL is c · (sum of factors)². Some minibatches have mostly near-certain tokens."""
     controller, used = LearningRateController(0.1, minibatches=4), []
@@ -217,6 +245,7 @@ def test_a_schedule_and_a_callback_shrink_the_target(tmp_path):
         optimizer.param_groups[0] |= {"initial_lr": 10.0, "lr": 10.0 * schedule}
         controller.factor, controller.requested_scale = 1.0, requested_scale
         controller.observe(torch.tensor([0.0, 1.0, 1.0, 1.0]), 0, 1)
+        optimizer.step()
         controller.observe(torch.tensor([0.0005, 1.0, 1.0, 1.0]), 1, 1)
         assert controller.factor == pytest.approx(1.0)
 

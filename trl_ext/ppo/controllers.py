@@ -126,6 +126,7 @@ class LearningRateController:
         self._used: list[float] = []  # factors of this rollout's steps
         self._sums: list[Tensor] = []  # of its minibatches
         self.undone: list[float] = []  # factors of the steps taken back, the next one's last; empty for a normal step
+        self._was_skipped = False  # the last step, by fp16's loss scaler
 
     def attach(self, optimizer: Any) -> None:
         """Make an optimizer, wrapped by the accelerator or not, use the scaled learning rates in each step."""
@@ -137,6 +138,7 @@ class LearningRateController:
         rates: list[float] = []
 
         def before(optimizer: Any, *_: Any) -> None:
+            self._was_skipped = bool(getattr(optimizer, "found_inf", False))  # set for fused optimizers, which skip it
             rates[:] = [group["lr"] for group in optimizer.param_groups]
             self.last_factor = self.factor_in_use
             for group in optimizer.param_groups:
@@ -197,6 +199,9 @@ class LearningRateController:
             steps: number of all steps on the rollout.
         """
         del self._used[taken:], self._sums[taken:]
+        if self._was_skipped and self._used:
+            self._used[-1] = 0.0
+        self._was_skipped = self._hooked is not None  # unless the next step is taken
         sums = sums.cpu().double()
         steps_left = [step for step, factor in enumerate(self._used) if factor]  # those that were not taken back
         if steps_left and taken < steps and self._went_too_far(sums):
@@ -234,10 +239,12 @@ class LearningRateController:
 
     def _went_too_far(self, sums: Tensor) -> bool:
         """Return whether the last step must be undone, since the policy has dropped tokens that it was certain of."""
-        group = self._hooked.param_groups[0] if self._hooked is not None else {}
+        name = type(self._hooked).__name__
+        # Without a gradient neither NAdam, Lion nor a schedule-free optimizer repeats its last step
+        repeats = "Adam" in name and "NAdam" not in name and "Free" not in name
         target = max(self.present_target, self._full_target / 10)  # where a schedule ends, rounding would count
         limit = self.OVERSHOOT * target * sums[1] + self.DROPPED
-        return bool(self.target and group.get("betas", (0.0,))[0] > 0 and sums[0] > limit)
+        return bool(self.target and repeats and self._hooked.param_groups[0]["betas"][0] and sums[0] > limit)
 
     def rescale(self, ratio: float) -> None:
         """After a change of the learning rate, multiply the factor by old ÷ new, so that steps stay as large."""

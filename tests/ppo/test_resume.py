@@ -253,7 +253,15 @@ def test_a_changed_setting_replaces_the_adapted_value(tmp_path):
     change = {"kl_coef": 0.5, "reward_weights": [10.0], "learning_rate": 1e-1}
     trainer = demonstrated(tmp_path, **change)
     trainer.learning_rate_controller.observe = lambda *given: 0.0  # the controller would adapt it again
+    load = trainer._load_optimizer_and_scheduler
+
+    def loaded_before(checkpoint):  # as by DeepSpeed
+        trainer.optimizer.load_state_dict(torch.load(Path(checkpoint, "optimizer.pt")))
+        load(checkpoint)
+
+    trainer._load_optimizer_and_scheduler = loaded_before
     trainer.train(True)
+    assert {group["initial_lr"] for group in trainer.optimizer.param_groups} == {1e-1}
     assert trainer.state.global_step == 8 and trainer.kl_controller.kl_coef == 0.5
     assert trainer.reward_normalizer.reference_mean == pytest.approx(10 * mean)
     assert 1e-1 * trainer.learning_rate_controller.factor == pytest.approx(rate)

@@ -239,14 +239,20 @@ class ResumableRun(AgreedControl, BackgroundSaving):
             self._load_best_model()
         return TrainOutput(state.global_step, float("nan"), {})
 
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        scheduler = super().create_scheduler(*args, **kwargs)
+        # As the settings say; a checkpoint's optimizer, which DeepSpeed loads first of all, brings options of its own,
+        # such as the learning rate
+        groups = getattr(self.optimizer, "param_groups", ())
+        self._given_options = [{name: group[name] for name in group if name != "params"} for group in groups]
+        return scheduler
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        # As the settings say; a checkpoint's optimizer brings options of its own, such as the learning rate
-        given = [{name: group[name] for name in group if name != "params"} for group in self.optimizer.param_groups]
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None or not self._is_changed:
             return
         groups = self.optimizer.param_groups
-        for group, options in zip(groups, given, strict=False):
+        for group, options in zip(groups, self._given_options, strict=False):
             before = group.get("initial_lr")
             now = options.get("initial_lr")
             group.update({name: value for name, value in options.items() if name != "lr"})

@@ -1,6 +1,7 @@
 """Checkpoints in the background: the same files, complete or deleted, without delays."""
 
 import shutil
+import sys
 import threading
 import time
 from pathlib import Path
@@ -122,6 +123,15 @@ def test_memory_of_a_killed_run_is_freed_and_a_users_link_stays(memory, tmp_path
     sft(tmp_path, **EACH_STEP | {"max_steps": 1}).train()
     assert complete(tmp_path) == [1] and not left.exists() and not (tmp_path / "checkpoint-2").is_symlink()
     assert own.is_dir() and (tmp_path / "checkpoint-9").is_symlink()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_kill_while_the_copy_takes_the_links_place_leaves_no_memory(tmp_path, monkeypatch):
+    rename = Path.rename
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", lambda path, to: rename(path, to) if path.is_symlink() else sys.exit())
+        sft(tmp_path, **EACH_STEP | {"max_steps": 2}).train()
+    sft(tmp_path, **EACH_STEP | {"max_steps": 1}).train()
 
 
 def test_without_room_in_memory_training_waits_with_one_warning(tmp_path, monkeypatch):

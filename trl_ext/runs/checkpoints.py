@@ -169,7 +169,6 @@ class ResumableRun(AgreedControl, BackgroundSaving):
                 if state.global_step >= total:
                     return self._load_complete(checkpoint, state)
                 self._load_own_state(checkpoint)
-            if checkpoint is not None:
                 self.accelerator.print(f"Resuming from {checkpoint}, step {state.global_step} of {total}.")
             try:
                 output = super().train(checkpoint, **kwargs)

@@ -179,9 +179,10 @@ class BackgroundSaving(_Trainer):
                 part = checkpoint.with_name(f"_{checkpoint.name}")  # a Trainer uploads no such name
                 shutil.rmtree(part, ignore_errors=True)
                 shutil.copytree(in_memory, part, symlinks=True)
-                checkpoint.unlink()
+                link = checkpoint.rename(part.with_suffix(".memory"))  # kept, since a kill would forget the memory
                 part.rename(checkpoint)
                 shutil.rmtree(in_memory)
+                link.unlink()
             if self.args.save_only_model:  # there is nothing to resume from
                 self._size = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
             else:
@@ -249,7 +250,7 @@ class BackgroundSaving(_Trainer):
 
 def remove_links(output_dir: Path) -> None:
     """Remove checkpoints that a killed run has left in memory, and the links to them in its folder."""
-    for link in filter(Path.is_symlink, checkpoints_of(output_dir)):
+    for link in filter(Path.is_symlink, output_dir.glob("*checkpoint-*")):
         if link.resolve().name.startswith(_STAGED):  # others are a user's own
             shutil.rmtree(link.resolve(), ignore_errors=True)
             link.unlink()

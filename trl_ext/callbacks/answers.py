@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 from ..evaluation.words import words_of
 from ..models import answer_rows, context_of, eos_token_ids, prompt_token_ids, sample
 from ..rewards.background import awaited
-from ..rewards.completions import record_completions, text_of
+from ..rewards.completions import record_completions, recording_folder, text_of
 from ..rewards.watches import RepetitionWatch, numbers_of
 from ..runs.files import append_jsonl, from_first, on_first
 from ..upstream.names import unwrap_model_for_generation
@@ -112,7 +112,7 @@ class AnswersCallback(TrainerCallback):
         answered = generate_completions(self.trainer, self.prompts, max_new_tokens=128)
         if state.is_world_process_zero:
             no_scores: list[dict[str, Any]] = [{} for _ in self.prompts]
-            folder = getattr(state, "trl_ext_folder", None)
+            folder = recording_folder(state)
             record_completions(folder, self.prompts, answered["completions"], no_scores, state.global_step)
 
     on_train_end = on_evaluate

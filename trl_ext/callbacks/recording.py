@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 from transformers.utils.logging import get_logger
 
 from ..data import first_prompts, save_trained_prompts
-from ..rewards.completions import record_completions
+from ..rewards.completions import record_completions, recording_folder
 from ..runs.files import PRIVATE_FOLDER, REGISTRY, append_jsonl, finite, from_first, whole_file
 from ..runs.redaction import redacted
 from ..upstream.packages import need
@@ -67,7 +67,7 @@ class JSONLCallback(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         folder = self.folder or (Path(args.output_dir) / PRIVATE_FOLDER if args.push_to_hub else args.output_dir)
-        state.trl_ext_folder = str(folder)  # where completions are recorded; no field that checkpoints keep
+        state.trl_ext_folder = str(folder)  # read by `recording_folder`; no field that checkpoints keep
         if self.every_process or state.is_world_process_zero:
             self._file = Path(folder) / f"metrics.rank{PartialState().process_index}.jsonl"
         self._introduced, self._tokens = False, None  # tokens so far, and the time in seconds
@@ -144,7 +144,7 @@ class SamplesCallback(TrainerCallback):
         by_row = zip(*scores.values(), strict=True)
         rows = finite([dict(zip(scores, row, strict=True)) for row in by_row], nan_as_null=True)
         step = state.global_step - 1
-        folder = getattr(state, "trl_ext_folder", None)
+        folder = recording_folder(state)
         record_completions(folder, first(table["prompt"]), first(table["completion"]), rows, step)
 
 

@@ -43,6 +43,14 @@ def well_formed(value: Any) -> Any:
     return [well_formed(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
+def recording_folder(state: Any) -> str | None:
+    """
+    Return the folder in which the run with this trainer's `state` records completions; None without `JSONLCallback`,
+    which chooses the folder.
+    """
+    return getattr(state, "trl_ext_folder", None)
+
+
 def record_completions(
     folder: str | os.PathLike[str] | None,
     prompts: list,

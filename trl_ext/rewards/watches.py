@@ -18,7 +18,7 @@ from ..runs.files import append_jsonl, read_jsonl
 from ..upstream.names import get_callable_name
 from ..upstream.packages import hide_none_logged
 from .background import awaited
-from .completions import record_completions, text_of
+from .completions import record_completions, recording_folder, text_of
 from .member import MarksFailures, checked_name, marks_failures, nan_scorer_of
 from .scores import log_to, of_rows, scores_in, total_of, without_failures
 
@@ -45,7 +45,7 @@ class Watch:
 
     def folder_of(self, trainer_state: Any) -> Any:
         """Return the watch's own folder, else that of the `JSONLCallback` of the run with this state, else None."""
-        return self.folder if self.folder is not None else getattr(trainer_state, "trl_ext_folder", None)
+        return self.folder if self.folder is not None else recording_folder(trainer_state)
 
     def write(self, file: str, rows: list[dict[str, Any]], trainer_state: Any) -> None:
         """Append rows to `{file}.rank{r}.jsonl` in the run's folder; do nothing if there is no folder."""

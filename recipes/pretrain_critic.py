@@ -36,7 +36,6 @@ class CriticScriptArguments(PromptArguments, HeldOutArguments):
     policy_name_or_path: str | None = setting(
         None, "Policy that sampled the answers, for its tokenizer; `model_name_or_path` if unset."
     )
-    resume_anyway: bool = setting(False, "Resume a run that a monitor has stopped; otherwise it stays stopped.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -138,7 +137,6 @@ def main(arguments: list[str] | None = None) -> None:
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=tokenizer,
-            resume_anyway=script_args.resume_anyway,
             run_facts={"eos_token_ids": ends},
         )
     output_dir = Path(training_args.output_dir)

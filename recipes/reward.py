@@ -36,7 +36,6 @@ class RewardScriptArguments(HeldOutArguments):
     drop_unusable_pairs: bool = setting(
         False, "Leave out pairs that lack an answer or have the same answer twice, instead of stopping."
     )
-    resume_anyway: bool = setting(False, "Resume a run that a monitor has stopped; otherwise it stays stopped.")
 
     group_columns: list[str] | None = setting(
         None, "Columns to report the accuracy by; if unset topic, subset, source, language, annotator."
@@ -237,7 +236,6 @@ def main(arguments: list[str] | None = None) -> None:
                 eval_dataset=test_dataset,
                 quantization_config=get_quantization_config(model_args),
                 peft_config=peft_config,
-                resume_anyway=script_args.resume_anyway,
             )
         keep_4bit_layout(trainer.model)
         if not is_classifier:  # so the head is new (N+ details: std 1/√(d+1))

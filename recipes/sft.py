@@ -21,7 +21,6 @@ class SFTScriptArguments(HeldOutArguments):
     eval_dataset_name: str | None = setting(
         None, "Dataset to evaluate on; `dataset_name`'s `dataset_test_split` if unset."
     )
-    resume_anyway: bool = setting(False, "Resume a run that a monitor has stopped; otherwise it stays stopped.")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -83,7 +82,6 @@ def main(arguments: list[str] | None = None) -> None:
             eval_dataset=eval_dataset,
             quantization_config=get_quantization_config(model_args),
             peft_config=get_peft_config(model_args),
-            resume_anyway=script_args.resume_anyway,
         )
     keep_4bit_layout(trainer.model)
     with parser.one_line_errors(CannotResume, NotSaved):

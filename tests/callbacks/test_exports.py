@@ -154,7 +154,7 @@ def test_sft_generates_before_during_and_after_training(tmp_path):
         trained, held_out = (Dataset.from_list(part) for part in (rows[4:], rows[:4]))
         data = {"train_dataset": trained, "eval_dataset": held_out, "processing_class": tiny_tokenizer()}
         model = tiny_llama(max_position_embeddings=64)
-        trainer = ResumableSFTTrainer(model, args=config, **data, resume_anyway=True)
+        trainer = ResumableSFTTrainer(model, args=config, **data)
         trainer.train(**resume)
         return [row["step"] for row in read_jsonl(tmp_path / "completions.rank0.jsonl")]
 

@@ -124,7 +124,7 @@ def end_of(trainer):
 def saved(folder, processes, checkpoint=None, **kwargs):
     """The end state of six steps of 8 pairs, saved at the third; or of a run resumed from a checkpoint."""
     kwargs = {"per_device_train_batch_size": 8 // processes, "save_strategy": "steps", "save_steps": 3, **kwargs}
-    trainer = make_trainer(folder, resume_anyway=True, **kwargs)  # the batch per process may differ
+    trainer = make_trainer(folder, **kwargs)
     trainer.train(checkpoint and str(checkpoint))
     return end_of(trainer)
 

@@ -8,7 +8,7 @@ import trl
 from ..runs.redaction import HidesCredentials
 from ..runs.settings import (
     AnswersSettings,
-    SavingSettings,
+    RunSettings,
     check_settings,
     documented,
     resolve_for_device,
@@ -24,7 +24,7 @@ READS_LABEL_SMOOTHING = {"robust", "exo_pair", "aot", "aot_unpaired"}
 
 @documented
 @dataclass
-class DPOConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.DPOConfig):
+class DPOConfig(HidesCredentials, AnswersSettings, RunSettings, trl.DPOConfig):
     """
     Configuration of [`DPOTrainer`].
 
@@ -112,8 +112,6 @@ class DPOConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.DPOConfig
         "Log `logps/chosen_delta`, `logps/displacement_rate` and `logps/drift`. Any setting that changes β or TRL's "
         "sigmoid loss also turns this on.",
     )
-
-    resume_anyway: bool = setting(False, "Resume a run that a monitor has stopped; otherwise it stays stopped.")
 
     def __post_init__(self):
         resolve_for_device(self)

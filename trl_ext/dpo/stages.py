@@ -21,14 +21,14 @@ from ..models.loading import is_adapter, load_to_train
 from ..models.weights import check_pad_token, context_of
 from ..runs.checkpoints import ResumableRun
 from ..runs.redaction import HidesCredentials
-from ..runs.settings import AnswersSettings, SavingSettings, documented, resolve_for_device, setting
+from ..runs.settings import AnswersSettings, RunSettings, documented, resolve_for_device, setting
 from ..upstream.names import is_conversational
 from ..upstream.statements import temporarily
 from .row_means import RowMeans
 
 
 @dataclass
-class _StageSettings(HidesCredentials, SavingSettings):
+class _StageSettings(HidesCredentials, RunSettings):
     """Add settings for what a run saves, and resolve those that depend on the device."""
 
     gradient_checkpointing: bool | None = setting(

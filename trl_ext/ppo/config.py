@@ -10,7 +10,7 @@ from trl import GRPOConfig
 from ..functional import KL_ESTIMATORS
 from ..runs.redaction import HidesCredentials
 from ..runs.settings import (
-    SavingSettings,
+    RunSettings,
     check_score_settings,
     check_settings,
     documented,
@@ -104,7 +104,7 @@ class ReturnSettings:
 
 @documented
 @dataclass
-class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
+class PPOConfig(HidesCredentials, ReturnSettings, RunSettings, GRPOConfig):
     """
     Configuration of [`PPOTrainer`].
 
@@ -342,9 +342,6 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, GRPOConfig):
         None, "Learning rate of the critic, often higher than the policy's; `learning_rate` if unset.", range=">= 0"
     )
     critic_warmup_rollouts: int = setting(0, "First rollouts in which only the critic is trained.", range=">= 0")
-
-    # Evaluation and loading
-    resume_anyway: bool = setting(False, "Resume a run that a monitor has stopped; otherwise it stays stopped.")
 
     # Agents
     tool_timeout: float | None = setting(

@@ -22,7 +22,7 @@ from ..models.weights import base_model_of, check_pad_token, disable_dropout
 from ..runs.checkpoints import ResumableRun
 from ..runs.redaction import HidesCredentials
 from ..runs.settings import (
-    SavingSettings,
+    RunSettings,
     check_score_settings,
     check_settings,
     documented,
@@ -40,7 +40,7 @@ _NO_TOKEN = -100  # the label that the Trainer leaves out when it counts the tok
 
 @documented
 @dataclass
-class CriticConfig(HidesCredentials, ReturnSettings, SavingSettings, TrainingArguments):
+class CriticConfig(HidesCredentials, ReturnSettings, RunSettings, TrainingArguments):
     """
     Configuration of [`CriticTrainer`].
 

@@ -88,8 +88,8 @@ class ResumableRun(AgreedControl, BackgroundSaving):
       critic, `num_mini_batches`, `num_ppo_epochs`, or the number of rows in an optimizer step. If each process has
       saved a part of the checkpoint, the number of processes must also be the same.
     - If the run is complete, the checkpoint is loaded, and nothing is trained. Under ZeRO-3 this raises an error.
-    - If a monitor ended the run in `output_dir`, `train` raises [`~trl_ext.runs.control.Stopped`], unless
-      `resume_anyway` is set, or `resume_from_checkpoint=False` restarts the run.
+    - If a monitor ended the run in `output_dir`, `train` raises [`~trl_ext.runs.control.Stopped`], unless the
+      setting `resume_anyway` is on, or `resume_from_checkpoint=False` restarts the run.
 
     While this run trains, no other process may run in `output_dir`; see [`~trl_ext.runs.output_dir.Hold`].
 
@@ -99,7 +99,6 @@ class ResumableRun(AgreedControl, BackgroundSaving):
         run_facts: a dict of further facts to compare, whose values JSON can hold. The training arguments that can
             change the training, the model's weights and adapters, and the fingerprint of the training data are always
             compared.
-        resume_anyway: whether to resume a run that a monitor ended; also a field of PPOConfig and DPOConfig.
     """
 
     _has_state_of_each_process = False  # whether a checkpoint fits one number of processes only
@@ -109,7 +108,6 @@ class ResumableRun(AgreedControl, BackgroundSaving):
         model: Any = None,
         *,
         run_facts: dict[str, Any] | None = None,
-        resume_anyway: bool = False,
         **kwargs: Any,
     ):
         self._given_facts = run_facts or {}
@@ -118,7 +116,6 @@ class ResumableRun(AgreedControl, BackgroundSaving):
         self.start_path = self._model_path or getattr(model, "adapter_path", None)
         self.given_rows = kwargs.get("train_dataset")
         self.given_eval_rows = kwargs.get("eval_dataset")
-        self._resume_anyway = resume_anyway
         self._is_changed = False  # this run resumes one with other settings
         super().__init__(model, **kwargs)
 
@@ -184,7 +181,7 @@ class ResumableRun(AgreedControl, BackgroundSaving):
         folder = self.args.output_dir
         remove_links(Path(folder))
         stopped = read_stop(folder, "repeat the command with `--resume_anyway true` (`resume_anyway=True`)")
-        if stopped and not (resume is False or self._resume_anyway or getattr(self.args, "resume_anyway", False)):
+        if stopped and not (resume is False or getattr(self.args, "resume_anyway", False)):
             raise Stopped(f"{stopped}.")
         delete_stop(folder)
 

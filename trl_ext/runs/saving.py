@@ -73,7 +73,7 @@ def save_trained(trainer: Any, metrics: dict[str, float]) -> None:
 
 class BackgroundSaving(_Trainer):
     """
-    Extend a trainer: write checkpoints according to [`~trl_ext.runs.settings.SavingSettings`], also in the background.
+    Extend a trainer: write checkpoints according to [`~trl_ext.runs.settings.RunSettings`], also in the background.
 
     A checkpoint in the background is first written into memory, or into `staging_dir`: `checkpoint-N` is a link to a
     folder there, so the code that saves need not change. A thread of the first process then copies the folder to the

@@ -92,8 +92,8 @@ def documented(cls: _Class) -> _Class:
 
 
 @dataclass
-class SavingSettings:
-    """Add settings to `TrainingArguments`: which files a run writes, and how."""
+class RunSettings:
+    """Add settings to `TrainingArguments`: which files a run writes, and how, and whether it resumes after a stop."""
 
     save_in_background: bool = setting(
         False,
@@ -119,6 +119,7 @@ class SavingSettings:
         "with PPO some completions of each rollout, and `report.html` when training ends. Only the main process "
         "writes; a file that cannot be written leads to a warning.",
     )
+    resume_anyway: bool = setting(False, "Resume a run that a monitor has stopped; otherwise it stays stopped.")
 
     def __post_init__(self):
         super().__post_init__()  # type: ignore[misc]

@@ -13,7 +13,7 @@ from datasets.exceptions import DatasetGenerationError
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from ..runs.files import finite, whole_file
+from ..runs.files import finite, write_text
 from ..runs.package_files import find
 from .messages import say
 from .trained import pair_hashes, prompt_hashes
@@ -95,10 +95,8 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
     NaN and infinities become null; arrays become lists, and other values of types that JSON lacks become text.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Half of a surrogate pair has no UTF-8; written as \udXXX, JSON reads it back as it was
-    with whole_file(path) as temporary, temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
-        file.writelines(json.dumps(finite(row, nan_as_null=True), ensure_ascii=False) + "\n" for row in rows)
+    lines = (json.dumps(finite(row, nan_as_null=True), ensure_ascii=False) + "\n" for row in rows)
+    write_text(path, "".join(lines))
 
 
 def split_groups(

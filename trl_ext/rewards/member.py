@@ -122,7 +122,7 @@ def failed_rows(function: Callable, scores: Sequence[Any]) -> list[bool]:
 
 
 def with_failures_as_nan(
-    name: str, outcomes: Sequence[Any], on_error: OnError, log_metric: Any, excused: Any = ()
+    name: str, outcomes: Sequence[Any], on_error: OnError, log_metric: Any, may_raise: bool = True
 ) -> list[float | None]:
     """
     Return a call's outcomes with NaN in place of each error; if `on_error` is `"raise"`, raise the first error.
@@ -133,11 +133,11 @@ def with_failures_as_nan(
     Args:
         outcomes: for each completion its score, or an exception.
         log_metric: TRL's function that logs a metric; None logs nothing.
-        excused: exception classes that are replaced by NaN, and never raised, whatever `on_error` is.
+        may_raise: if False, no error is raised, whatever `on_error` is.
     """
     errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
-    if on_error == "raise" and (mistakes := [error for error in errors if not isinstance(error, excused)]):
-        raise failure(name, mistakes[0]) from mistakes[0]
+    if errors and on_error == "raise" and may_raise:
+        raise _named(name, errors[0]) from errors[0]
     if outcomes and (errors or on_error != "raise"):
         log_to(log_metric, {f"rewards/{name}/failed": len(errors) / len(outcomes)})
     if errors and (key := (name, len(errors) == len(outcomes))) not in _warned:
@@ -166,26 +166,13 @@ def scores_of_all(
     return [here[m] if m in here else started[m].result(**loggers) for m in range(len(members))]
 
 
-def failure(name: str, error: Exception) -> RuntimeError:
-    """
-    Return an error with the name of the reward function and the message of `error`: a [`RewardFailed`] if `error` is
-    one, else a `RuntimeError`.
-    """
-    kind = RewardFailed if isinstance(error, RewardFailed) else RuntimeError
-    return kind(f"reward '{name}': {failure_message(name, error)}")
-
-
-def failure_message(name: str, error: Exception) -> str:
-    """
-    Return an error's message without `reward '<name>': ` before it.
-
-    If the message lacks that prefix, put the error's type before it, unless the error is a [`RewardFailed`].
-    """
-    message = str(error)
+def _named(name: str, error: Exception) -> RuntimeError:
+    """Return the error to raise for a reward's `error`: the message begins with the reward's name, but only once."""
     own = f"reward '{name}': "
-    if message.startswith(own) or isinstance(error, RewardFailed):
-        return message.removeprefix(own)
-    return f"{type(error).__name__}: {message}"
+    message = str(error).removeprefix(own)
+    if isinstance(error, RewardFailed):
+        return RewardFailed(own + message)
+    return RuntimeError(own + (message if str(error).startswith(own) else f"{type(error).__name__}: {message}"))
 
 
 def distinct(names: Sequence[str]) -> list[str]:

@@ -272,12 +272,12 @@ class ServedReward(MarksFailures):
         """
         self.check(outcomes)
         log_to(log_metric, metrics, self)
-        kinds = [WithheldError if isinstance(outcome, WithheldError) else ServiceError for outcome in outcomes]
         named = [
-            kind(self._named(row, outcome)) if isinstance(outcome, Exception) else outcome
-            for row, (kind, outcome) in enumerate(zip(kinds, outcomes, strict=True))
+            ServiceError(self._named(row, outcome)) if isinstance(outcome, Exception) else outcome
+            for row, outcome in enumerate(outcomes)
         ]
-        return with_failures_as_nan(self.__name__, named, self.on_error, log_metric, WithheldError)
+        # `check` has raised what is to be raised
+        return with_failures_as_nan(self.__name__, named, self.on_error, log_metric, may_raise=False)
 
 
 @cache

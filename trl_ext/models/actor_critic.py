@@ -3,18 +3,21 @@
 import copy
 import functools
 import inspect
+import os
 import types
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
+import peft
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from ..functional import position_ids
 from ..upstream.names import set_zero3_state
-from .adapters import CRITIC, POLICY, AdapterSwitch
+from .adapters import CRITIC, HEAD, POLICY, AdapterSwitch, load_adapter
 from .decoding import Histories, SamplerRecorder, decode
 from .generation import neutral_generation
 from .weights import base_model_of, tokens_beyond, unpatched_copy, vocabulary_of, whole
@@ -189,6 +192,16 @@ def add_value_forward(critic: Any) -> None:
     model.forward = types.MethodType(forward, model)
 
 
+def weights_of(role: str, state_dict: dict[str, Tensor] | None) -> dict[str, Tensor] | None:
+    """
+    Return the weights of "policy" or "critic" (`role`) in an actor-critic's state, under their names without the
+    prefix `{role}.`; None if `state_dict` is None.
+    """
+    if state_dict is None:
+        return None
+    return {k.removeprefix(f"{role}."): v for k, v in state_dict.items() if k.startswith(f"{role}.")}
+
+
 class ActorCritic(nn.Module):
     """
     Put a causal language model (policy) and a critic behind one forward.
@@ -349,6 +362,44 @@ class ActorCritic(nn.Module):
         for adapter in self.policy.peft_config:
             self.policy.set_requires_grad(adapter, adapter == POLICY or (adapter == CRITIC and self.shares_base))
 
+    def load_adapters(self, folder: str) -> None:
+        """
+        Load the policy's adapter, if there is one, from `folder`. If the critic is an adapter on the same base, also
+        load this adapter and its head, from the folder `critic` in `folder`.
+
+        Transformers' Trainer would load only the policy's adapter, and freeze it.
+        """
+        if self.adapters is not None:
+            load_adapter(self.policy, POLICY, folder)
+        if self.shares_base:
+            weights = load_adapter(self.policy, CRITIC, os.path.join(folder, "critic"))
+            self.critic.score.load_state_dict(weights)
+
+    # ---- Saving and loading ----
+
+    def save_critic(self, folder: str, state_dict: dict[str, Tensor] | None = None) -> None:
+        """
+        Save the critic to `folder`, as a sequence classifier, or in PEFT's format if it is an adapter on the policy's
+        base.
+
+        Under DeepSpeed and FSDP, `state_dict` holds the whole weights of this module; None takes them from the model.
+        """
+        weights = weights_of("critic", state_dict)
+        if self.has_own_critic:
+            self.critic.save_pretrained(folder, state_dict=weights)
+            return
+        config = copy.deepcopy(self.policy.peft_config[CRITIC])
+        config.task_type = "SEQ_CLS"
+        config.modules_to_save = ["score"]
+        config.inference_mode = True
+        config.save_pretrained(folder)
+        adapter = peft.get_peft_model_state_dict(
+            self.policy, state_dict=weights_of("policy", state_dict), adapter_name=CRITIC, save_embedding_layers=False
+        )
+        head = {f"{HEAD}{n.removeprefix('score.')}": p for n, p in (weights or self.critic.state_dict()).items()}
+        tensors = {n: p.detach().cpu().contiguous() for n, p in (adapter | head).items()}
+        save_file(tensors, os.path.join(folder, "adapter_model.safetensors"), metadata={"format": "pt"})
+
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """
         Load weights as `torch.nn.Module` does. If `strict`, raise a `RuntimeError` for unknown weights, and for
@@ -365,6 +416,8 @@ class ActorCritic(nn.Module):
                 "Resume with the models and adapters that the checkpoint was written with."
             )
         return result
+
+    # ---- What TRL and the Trainer call on a policy ----
 
     def generate(self, *args: Any, **inputs: Any) -> Any:
         """Generate with the policy as transformers' `generate` does, but ignore the model's generation_config.json."""

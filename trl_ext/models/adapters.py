@@ -7,21 +7,17 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import peft
 import torch
 from accelerate.utils import fsdp_utils
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..upstream.names import AuxiliaryTrainingWrapper, BaseTunerLayer
 from ..upstream.statements import refuse, temporarily
 from .weights import base_model_of, hash_of, hub_identity, weights_hash
-
-if TYPE_CHECKING:
-    from .actor_critic import ActorCritic
 
 POLICY, CRITIC, REFERENCE = "default", "critic", "ref"  # PEFT names the first adapter, we the second, TRL the third
 FINGERPRINT = "trl_ext_base.json"
@@ -295,43 +291,7 @@ def copy_adapter(policy: Any, source: str, target: str) -> bool:
     return True
 
 
-# ---- Saving and loading them ----
-
-
-def weights_of(role: str, state_dict: dict[str, Tensor] | None) -> dict[str, Tensor] | None:
-    """
-    Return the weights of "policy" or "critic" (`role`) in an actor-critic's state, under their names without the
-    prefix `{role}.`; None if `state_dict` is None.
-    """
-    if state_dict is None:
-        return None
-    return {k.removeprefix(f"{role}."): v for k, v in state_dict.items() if k.startswith(f"{role}.")}
-
-
-def save_critic(actor_critic: "ActorCritic", folder: str, state_dict: dict[str, Tensor] | None = None) -> None:
-    """
-    Save the critic of `actor_critic` to `folder`, as a sequence classifier, or in PEFT's format if it is an adapter on
-    the policy's base.
-
-    Under DeepSpeed and FSDP, `state_dict` holds the actor-critic's whole weights; None takes them from the model.
-    """
-    weights = weights_of("critic", state_dict)
-    critic = actor_critic.critic
-    policy = actor_critic.policy
-    if actor_critic.has_own_critic:
-        critic.save_pretrained(folder, state_dict=weights)
-        return
-    config = copy.deepcopy(policy.peft_config[CRITIC])
-    config.task_type = "SEQ_CLS"
-    config.modules_to_save = ["score"]
-    config.inference_mode = True
-    config.save_pretrained(folder)
-    adapter = peft.get_peft_model_state_dict(
-        policy, state_dict=weights_of("policy", state_dict), adapter_name=CRITIC, save_embedding_layers=False
-    )
-    head = {f"{HEAD}{n.removeprefix('score.')}": p for n, p in (weights or critic.state_dict()).items()}
-    tensors = {n: p.detach().cpu().contiguous() for n, p in (adapter | head).items()}
-    save_file(tensors, os.path.join(folder, "adapter_model.safetensors"), metadata={"format": "pt"})
+# ---- Loading and saving them ----
 
 
 def load_adapter(policy: Any, name: str, folder: str) -> dict[str, Tensor]:
@@ -358,20 +318,6 @@ def check_loaded(result: Any, name: str, path: str) -> None:
             f"The adapter in {path} does not fit the model: missing {missing[:3] or 'none'}, unexpected "
             f"{result.unexpected_keys[:3] or 'none'}. Use the configuration and the base that it was trained with."
         )
-
-
-def load_adapters(actor_critic: "ActorCritic", folder: str) -> None:
-    """
-    Load the policy's adapter, if there is one, from `folder` into `actor_critic`. If the critic is an adapter on the
-    same base, also load this adapter and its head, from the folder `critic` in `folder`.
-
-    Transformers' Trainer would load only the policy's adapter, and freeze it.
-    """
-    if actor_critic.adapters is not None:
-        load_adapter(actor_critic.policy, POLICY, folder)
-    if actor_critic.shares_base:
-        weights = load_adapter(actor_critic.policy, CRITIC, os.path.join(folder, "critic"))
-        actor_critic.critic.score.load_state_dict(weights)
 
 
 @contextmanager

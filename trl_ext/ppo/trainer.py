@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -41,14 +42,12 @@ from ..functional import (
     value_loss,
     whiten,
 )
+from ..models.actor_critic import weights_of
 from ..models.adapters import (
     POLICY,
     REFERENCE,
     copy_adapter,
-    load_adapters,
-    save_critic,
     saving_policy_adapter_only,
-    weights_of,
     without_base,
 )
 from ..models.generation import check_savable, warn_of_turn_end
@@ -1002,7 +1001,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         with self._as_policy(), saving_policy_adapter_only(actor_critic.policy):
             super()._save(output_dir, state_dict=weights_of("policy", state_dict))
         if self.args.should_save and actor_critic.critic is not None:
-            save_critic(actor_critic, os.path.join(output_dir, "critic"), state_dict)
+            actor_critic.save_critic(os.path.join(output_dir, "critic"), state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         # DeepSpeed leaves frozen weights out of a checkpoint only if the Trainer sees a PeftModel
@@ -1011,27 +1010,23 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if self.is_fsdp_enabled:
-            with self._without_base():
-                return super()._load_from_checkpoint(resume_from_checkpoint, model)
-        if not self._is_peft:
-            with self._as_policy():
-                super()._load_from_checkpoint(resume_from_checkpoint)
-        self._load_roles(resume_from_checkpoint)
+        load = partial(super()._load_from_checkpoint, resume_from_checkpoint, model)
+        self._load_models(load, resume_from_checkpoint, self.is_fsdp_enabled)
 
     def _load_best_model(self) -> None:
         self._last_loaded_step = -1  # else vLLM would be evaluated with the last weights
-        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+        best = self.state.best_model_checkpoint
+        self._load_models(super()._load_best_model, best, self.is_fsdp_enabled or self.is_deepspeed_enabled)
+
+    def _load_models(self, load: Callable[[], None], checkpoint: str, loads_all: bool) -> None:
+        """Load policy and critic. `load`, the Trainer's method, `loads_all`, or only a policy without adapters."""
+        if loads_all:
             with self._without_base():
-                return super()._load_best_model()
+                return load()
         if not self._is_peft:
             with self._as_policy():
-                super()._load_best_model()
-        self._load_roles(self.state.best_model_checkpoint)
-
-    def _load_roles(self, checkpoint: str) -> None:
-        """Load the adapters, and the weights of a critic that has its own."""
-        load_adapters(self._actor_critic, checkpoint)
+                load()
+        self._actor_critic.load_adapters(checkpoint)
         if self._actor_critic.has_own_critic:
             super()._load_from_checkpoint(os.path.join(checkpoint, "critic"), self._actor_critic.critic)
 

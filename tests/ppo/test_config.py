@@ -8,7 +8,6 @@ from trl import GRPOConfig
 
 from tests.tiny import tiny_config, tiny_ppo
 from trl_ext import PPOConfig
-from trl_ext.functional import LAM_SCHEDULES
 from trl_ext.ppo.config import REFUSED
 from trl_ext.runs.settings import rules_of
 
@@ -129,7 +128,7 @@ RANGES = {  # a value outside of each range, and the settings that it needs
     "kl_horizon": 0,
     "kl_target": 0.0,
     "lam": 1.01,
-    **dict.fromkeys(LAM_SCHEDULES, math.inf),
+    "lam_alpha": math.inf,
     "lam_value": -0.1,
     "local_rollout_forward_batch_size": 0,
     "logits_budget_gb": -1.0,

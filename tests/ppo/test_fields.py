@@ -8,7 +8,6 @@ from trl import GRPOConfig
 
 from tests.tiny import WORDS, assert_each_changes, length_reward, prompts, tiny_gpt2, tiny_ppo
 from trl_ext import PPOConfig
-from trl_ext.functional import LAM_SCHEDULES
 from trl_ext.ppo.config import REFUSED
 
 pytestmark = pytest.mark.slow
@@ -37,7 +36,7 @@ CHANGED = {  # field -> another value, and the settings that it needs
     "kl_horizon": (10.0, ADAPTIVE),
     "kl_target": (1e-6, ADAPTIVE),
     "lam": (0.5, {}),
-    **dict.fromkeys(LAM_SCHEDULES, (1.5, {})),
+    "lam_alpha": (1.5, {}),
     "lam_value": (0.5, {}),
     "learning_rate": (1e-4, {}),
     "local_rollout_forward_batch_size": (3, {}),  # the chunks are sampled one after the other

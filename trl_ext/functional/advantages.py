@@ -1,7 +1,5 @@
 """Compute token rewards from the scores of completions, and advantages from token rewards."""
 
-from collections.abc import Callable, Mapping
-
 import torch
 from torch import Tensor
 
@@ -59,31 +57,26 @@ def length_adaptive_lam(mask: Tensor, alpha: float) -> Tensor:
     return (1 - 1 / (alpha * mask.bool().sum(dim=1))).clamp(min=0)
 
 
-# By a setting's name: the function that computes (B,) λ of the advantages from the (B, T) mask and the setting's value
-LAM_SCHEDULES: dict[str, Callable[[Tensor, float], Tensor]] = {"lam_alpha": length_adaptive_lam}
-
-
 def choose_lam(
-    mask: Tensor, lam: float, lam_value: float | None, schedules: Mapping[str, float | None]
+    mask: Tensor, lam: float, lam_value: float | None, lam_alpha: float | None
 ) -> tuple[float | Tensor, float | None]:
     """Choose two lambdas: one for the policy's advantages, one for the critic's target.
 
-    - The advantages use the schedule that has a value in `schedules`; if none has one, they use lam.
-    - The target uses lam_value. If that is None, the target uses lam, or 1 if the advantages use a schedule.
+    - The advantages use [`length_adaptive_lam`] if there is a lam_alpha, else lam.
+    - The target uses lam_value. If that is None, the target uses lam, or 1 if there is a lam_alpha.
 
     Args:
-        mask: (B, T), 1 = token that counts in a completion's length, which schedules use.
+        mask: (B, T), 1 = token that counts in a completion's length.
         lam: in [0, 1].
         lam_value: in [0, 1], or None; see above.
-        schedules: maps each name in `LAM_SCHEDULES` to its value, None for a schedule that is not used.
+        lam_alpha: share of a completion's length, above 0, or None; see above.
 
     Returns:
         The lambda of the advantages, a float or (B,); and the lambda of the target, None if it is the same lambda.
     """
-    given = {name: value for name, value in schedules.items() if value is not None}
-    for name, value in given.items():
-        return LAM_SCHEDULES[name](mask, value), 1.0 if lam_value is None else lam_value
-    return lam, lam_value
+    if lam_alpha is None:
+        return lam, lam_value
+    return length_adaptive_lam(mask, lam_alpha), 1.0 if lam_value is None else lam_value
 
 
 def advantages_and_returns(

@@ -28,7 +28,6 @@ from ..callbacks.monitor import trackio_is_open
 from ..callbacks.monitors import ScoreFallCallback
 from ..callbacks.recording import record_run
 from ..functional import (
-    LAM_SCHEDULES,
     advantages_and_returns,
     choose_lam,
     critic_products,
@@ -460,9 +459,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         mask = rollout.mask
         if args.whiten_rewards:
             rewards = whiten(rewards, mask, global_moments(self.accelerator, rewards, mask), shift_mean=False)
-        schedules = {name: getattr(args, name) for name in LAM_SCHEDULES}
         actions = self._actions(mask)
-        lam, lam_value = choose_lam(actions, self._lam(rollout), args.lam_value, schedules)
+        lam, lam_value = choose_lam(actions, self._lam(rollout), args.lam_value, args.lam_alpha)
         advantages, returns = advantages_and_returns(rewards, values, mask, args.gamma, lam, lam_value, args.gae_level)
         if args.baseline != "critic":
             means, weight = self._mean_baselines(rewards, values, mask)

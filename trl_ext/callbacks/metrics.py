@@ -1,9 +1,9 @@
-"""List key, unit and cadence of the metrics that each trainer logs (found by running TRL 1.16), and draw them."""
+"""List key and unit of the metrics that each trainer logs (found by running TRL 1.16), and draw them."""
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -14,44 +14,41 @@ class Metric:
     Args:
         key: the quantity's key in `logs`.
         unit: its unit, such as `"tokens"`; "" for none.
-        cadence: `"step"` if every log has the key, `"rollout"` if only a log that covers the start of a rollout has
-            it.
         std: the key of the standard deviation of single completions; None if the trainer does not log it.
     """
 
     key: str
     unit: str = ""
-    cadence: Literal["rollout", "step"] = "step"
     std: str | None = None
 
 
 _NORM = {"grad_norm": Metric("grad_norm")}
-_LENGTH = Metric("completions/mean_length", "tokens", "rollout")
-_CUT = {"length_clipped": Metric("completions/clipped_ratio", "share of completions", "rollout")}
+_LENGTH = Metric("completions/mean_length", "tokens")
+_CUT = {"length_clipped": Metric("completions/clipped_ratio", "share of completions")}
 _ENTROPY = {"entropy": Metric("entropy", "nats per token"), **_NORM}
 _ON_POLICY = {
     "clip_fraction": Metric("clip_ratio/region_mean", "share"),
-    "reward": Metric("reward", "score", "rollout", "reward_std"),
-    "reward_std": Metric("reward_std", "score", "rollout"),
+    "reward": Metric("reward", "score", "reward_std"),
+    "reward_std": Metric("reward_std", "score"),
     "length": _LENGTH,
     **_CUT,
     **_ENTROPY,
 }
 _PAIRS = {**_ENTROPY, "margin": Metric("rewards/margins", "nats × β")}
 
-# Name of the trainer's config, which callbacks are given → quantity → key, unit, cadence. The trainers compute
+# Name of the trainer's config, which callbacks are given → quantity → key, unit. The trainers compute
 # all of these over all processes.
 METRICS: dict[str, dict[str, Metric]] = {
     "PPOConfig": {
-        "kl": Metric("objective/kl", "nats per completion", "rollout", "objective/kl_std"),
-        "entropy": Metric("policy/entropy_avg", "nats per token", "step", "policy/entropy_std"),
+        "kl": Metric("objective/kl", "nats per completion", "objective/kl_std"),
+        "entropy": Metric("policy/entropy_avg", "nats per token", "policy/entropy_std"),
         "clip_fraction": Metric("policy/clipfrac_avg", "share of tokens"),
-        "reward": Metric("objective/scores", "score", "rollout", "objective/scores_std"),
-        "reward_std": Metric("objective/scores_std", "score", "rollout"),
+        "reward": Metric("objective/scores", "score", "objective/scores_std"),
+        "reward_std": Metric("objective/scores_std", "score"),
         "length": replace(_LENGTH, std="completions/std_length"),
         **_CUT,
-        "explained_variance": Metric("val/explained_variance", "", "rollout"),
-        "value_loss": Metric("loss/value_avg", "score²", "step", "loss/value_std"),
+        "explained_variance": Metric("val/explained_variance"),
+        "value_loss": Metric("loss/value_avg", "score²", "loss/value_std"),
         **_NORM,
         "episodes": Metric("episode", "episodes"),
     },
@@ -61,7 +58,7 @@ METRICS: dict[str, dict[str, Metric]] = {
         **_NORM,
     },
     # Their `kl` is a mean over tokens. They log it only if `beta` is not 0.
-    "RLOOConfig": {**_ON_POLICY, "kl": Metric("kl", "nats per token", "rollout")},
+    "RLOOConfig": {**_ON_POLICY, "kl": Metric("kl", "nats per token")},
     "GRPOConfig": {**_ON_POLICY, "kl": Metric("kl", "nats per token")},
     "DPOConfig": {**_PAIRS, "accuracy": Metric("rewards/accuracies", "share of pairs")},
     "KTOConfig": _PAIRS,  # without `kl`: an estimate over mismatched pairs, clamped at 0, which no budget can bound

@@ -95,8 +95,8 @@ class Series:
             memory["first_variance"] += variance
 
     @property
-    def first(self) -> float | None:
-        """Return the baseline, the mean of the first values; None if there is none, or if no value followed yet."""
+    def baseline(self) -> float | None:
+        """Return the mean of the first values; None if there is none, or if no value followed yet."""
         values = self.memory["first"]
         return sum(values) / len(values) if 0 < self.wanted < self.memory["count"] else None
 
@@ -129,11 +129,11 @@ class Series:
         last = self.memory["last"]
         looks = self.memory["count"]
         bound = plus
-        first = self.first
+        baseline = self.baseline
         if factor:
-            if first is None:
+            if baseline is None:
                 return None
-            bound += factor * first
+            bound += factor * baseline
             looks -= self.wanted  # no value is both in the baseline and compared with it
         for number in (self.size * 2**doubling for doubling in range(DOUBLINGS)):
             if number > min(looks, len(last)):
@@ -150,7 +150,7 @@ class Series:
             if factor or error:
                 margin += math.hypot(error, factor * then if factor else 0.0) * student_quantile(ALPHA / 2, dof)
             if gap > margin:
-                return Crossing(mean, bound, first)
+                return Crossing(mean, bound, baseline)
         return None
 
     def _errors(self, number: int, mean: float) -> tuple[float, float, float]:
@@ -164,7 +164,7 @@ class Series:
         if None not in completions:  # the share of all these completions is better known than the mean of shares
             drawn = sum(completions)
             now = share_error(mean, drawn)
-            then = share_error(self.first or 0.0, drawn / number * wanted)
+            then = share_error(self.baseline or 0.0, drawn / number * wanted)
             if not self.is_clustered:
                 return now, then, math.inf
             return max(now, of_scatter[0]), max(then, of_scatter[1]), dof

@@ -76,6 +76,7 @@ class RolloutTrainer(GRPOTrainer):
     reward_processing_classes: list
     reward_func_names: list[str]
     _collection: Collection  # while a rollout is collected
+    _is_built = False  # whether GRPO's constructor, which makes the first environment on all processes, has ended
 
     # `PPOTrainer` sets these, the first two at the end of its constructor
     metrics: PPOMetrics
@@ -89,6 +90,7 @@ class RolloutTrainer(GRPOTrainer):
         super().__init__(
             model, args=args, environment_factory=self._guarded(environment_factory, args.tool_timeout), **kwargs
         )
+        self._is_built = True
         if self.environment_factories:
             self._reward_steps({type(pool[0]) for pool in self._environment_pool.values()})
         self._passes = Passes(self.accelerator, args)
@@ -101,8 +103,7 @@ class RolloutTrainer(GRPOTrainer):
 
             def probed() -> Any:
                 environment = make()
-                # GRPO's constructor makes the first environment, on all processes, before it sets `environments`
-                if not hasattr(self, "environments"):
+                if not self._is_built:
                     self._errors.raise_everywhere(0)
                 if not (self.reward_funcs or hasattr(environment, "get_reward")):  # else TRL would miss a reward
                     self._reward_steps({type(environment)})

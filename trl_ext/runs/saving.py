@@ -80,9 +80,11 @@ class BackgroundSaving(_Trainer):
     output directory, in place of the link, and marks it as complete. The thread takes part in no collective.
     """
 
+    # Set by `ResumableRun.train`
+    _settings: dict[str, Any]  # of this run, which the marker keeps
+    _size: int | None  # bytes of a checkpoint; None until one is written or resumed from
+
     def __init__(self, *args: Any, **kwargs: Any):
-        self._settings: dict[str, Any] = {}  # of this run, which the marker keeps
-        self._size: int | None = None  # bytes of a checkpoint; None until one is written
         self._has_warned_of_room = False
         self._being_saved: tuple[Path, tuple] | None = None  # a checkpoint, and the best one before it
         self._thread: threading.Thread | None = None  # of the first process

@@ -5,7 +5,7 @@ import math
 import torch
 
 from trl_ext.models.decoding import SamplerRecorder
-from trl_ext.ppo.evaluation_pass import EvaluationPass
+from trl_ext.ppo.evaluation_pass import EvaluationRows
 from trl_ext.ppo.rollout import Rollout, joined, permuted
 
 NAN = math.nan
@@ -64,8 +64,8 @@ def test_copies_that_fill_the_last_batch_are_not_real():
     """Five rows on two processes in batches of two: 0 1 | 2 3, then 4 · | · ·"""
     real = []
     for process in (0, 1):
-        evaluation, accelerator = EvaluationPass(5), TwoProcesses(process)
-        real.append([evaluation.next_rows(2, accelerator).tolist() for _ in range(2)])
+        rows, accelerator = EvaluationRows(5), TwoProcesses(process)
+        real.append([rows.next_are_real(2, accelerator).tolist() for _ in range(2)])
     assert real == [[[True, True], [True, False]], [[True, True], [False, False]]]
 
 

@@ -4,7 +4,7 @@ quiet()  # before the imports below: some libraries print remarks when they are 
 
 from .config import PPOConfig
 from .critic_trainer import CriticConfig, CriticTrainer, load_critic
-from .roles import prepare_roles
+from .roles import prepare_adapters
 from .rollout import Rollout
 from .reward_calls import score_rollouts
 from .saved_rollouts import check_apart, with_finished, with_returns
@@ -19,7 +19,7 @@ __all__ = [
     "Rollout",
     "ServerLost",
     "check_apart",
-    "prepare_roles",
+    "prepare_adapters",
     "load_critic",
     "score_rollouts",
     "with_finished",

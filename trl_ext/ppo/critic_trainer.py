@@ -30,7 +30,7 @@ from ..runs.settings import (
     setting,
 )
 from .config import ReturnSettings
-from .evaluation_pass import EvaluationPass
+from .evaluation_pass import EvaluationRows
 from .metrics import Accumulator
 from .passes import Passes
 from .roles import load_whole_critic
@@ -202,7 +202,7 @@ class CriticTrainer(ResumableRun, Trainer):
         self._passes = Passes(self.accelerator, args)
         self._train = Accumulator()
         self._eval = Accumulator()
-        self._evaluation: EvaluationPass | None = None  # of the last evaluation; None before the first
+        self._evaluation: EvaluationRows | None = None  # of the last evaluation; None before the first
         ConsoleCallback.replace(self)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
@@ -246,8 +246,8 @@ class CriticTrainer(ResumableRun, Trainer):
         inputs = self._prepare_inputs(inputs)
         values = self._values(model, inputs)
         mask = inputs["labels"] != _NO_TOKEN
-        rows = self._evaluation.next_rows(len(mask), self.accelerator)
-        self._observe(self._eval, values, inputs["returns"], mask & rows[:, None])
+        is_real = self._evaluation.next_are_real(len(mask), self.accelerator)
+        self._observe(self._eval, values, inputs["returns"], mask & is_real[:, None])
         return None, None, None
 
     def evaluation_loop(
@@ -261,7 +261,7 @@ class CriticTrainer(ResumableRun, Trainer):
         `eval_val/explained_variance`.
         """
         self._eval = Accumulator()
-        self._evaluation = EvaluationPass(len(dataloader.dataset))
+        self._evaluation = EvaluationRows(len(dataloader.dataset))
         output = super().evaluation_loop(
             dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix=metric_key_prefix
         )

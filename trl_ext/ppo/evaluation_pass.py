@@ -16,7 +16,7 @@ from ..models.generation import forked_rng
 
 
 @dataclass
-class EvaluationPass:
+class EvaluationRows:
     """
     Count the rows of one pass over an evaluation set, to leave out the copies that pad the last batch.
 
@@ -28,12 +28,10 @@ class EvaluationPass:
     total: int
     seen: int = 0
 
-    def next_rows(self, size: int, accelerator: Accelerator) -> Tensor:
+    def next_are_real(self, size: int, accelerator: Accelerator) -> Tensor:
         """
-        Advance to the next batch, of `size` rows on each process of `accelerator`.
-
-        Returns:
-            (size,) bool for this process's rows: False for the copies that pad the last batch.
+        Advance to the next batch, of `size` rows on each process of `accelerator`. Return a (size,) bool for this
+        process's rows: False for the copies that pad the last batch.
         """
         first = self.seen + size * accelerator.process_index
         self.seen += size * accelerator.num_processes

@@ -45,15 +45,11 @@ from .config import PPOConfig
 from .reward_calls import AdapterReward, CheckedReward, DeferredErrors
 
 
-def prepare_roles(model: Any, reward_funcs: list, value_model: Any, peft_config: Any, critic_peft_config: Any) -> list:
+def prepare_adapters(model: Any, value_model: Any, peft_config: Any, critic_peft_config: Any) -> None:
     """
-    Raise a `ValueError` if `PPOTrainer`'s arguments for models and adapters contradict each other.
+    Raise a `ValueError` if `PPOTrainer`'s arguments for adapters contradict each other, or would train wrongly.
 
     If `model` is a PeftModel, make its adapter `default` trainable.
-
-    Returns:
-        The reward functions, with an [`AdapterReward`] in place of the path of a saved adapter, since GRPO would load
-        a base model for each adapter.
     """
     is_peft = peft_config is not None or isinstance(model, PeftModel)
     shares_base = value_model is None or is_adapter(value_model)
@@ -66,22 +62,23 @@ def prepare_roles(model: Any, reward_funcs: list, value_model: Any, peft_config:
             "`critic_peft_config` is for a critic that shares the policy's base. It needs a policy with an adapter "
             "(`peft_config`), and no `value_model`."
         )
-    return [AdapterReward(reward) if is_adapter(reward) else reward for reward in reward_funcs]
 
 
 def load_reward_models(reward_funcs: list, tokenizers: list, args: PPOConfig) -> None:
     """
     Replace each path in the list `reward_funcs` by the reward model at that path; raise a `ValueError` if the model
-    has no head.
+    has no head. The path of an adapter is replaced by an [`AdapterReward`].
 
-    Where `tokenizers` has None for such a model, load the model's tokenizer into `tokenizers`.
+    Where `tokenizers` has None for a model that is loaded, load the model's tokenizer into `tokenizers`.
     """
     kwargs = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
     kwargs.pop("revision", None)  # it is the policy's
     if args.world_size > 1 or args.deepspeed_plugin is not None:
         kwargs["device_map"] = None
     for i, path in enumerate(reward_funcs):
-        if isinstance(path, str):
+        if is_adapter(path):
+            reward_funcs[i] = AdapterReward(path)
+        elif isinstance(path, str):
             reward_funcs[i] = load_reward_model(path, **kwargs)
             if tokenizers[i] is None:
                 tokenizers[i] = AutoTokenizer.from_pretrained(path, trust_remote_code=kwargs["trust_remote_code"])

@@ -84,7 +84,7 @@ from .controllers import (
     mean_demonstration_score,
 )
 from .environments import load_states, states_of
-from .evaluation_pass import EvaluationPass, sampling_seed, untouched_rng
+from .evaluation_pass import EvaluationRows, sampling_seed, untouched_rng
 from .metrics import GRPO_ONLY_METRICS, Accumulator, PPOMetrics, global_moments
 from .roles import (
     Rewards,
@@ -93,7 +93,7 @@ from .roles import (
     make_actor_critic,
     make_reference,
     pin_reference,
-    prepare_roles,
+    prepare_adapters,
 )
 from .rollout import Rollout, joined, permuted, token_counts_of
 from .vllm import RolloutsAhead, ServerGuard, ServerLost, check_loadable, check_logprobs
@@ -240,7 +240,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             ref_model = None if ref_model == model else ref_model  # a copy of the policy is the same reference
             model, processing_class = load_to_train(model, args, processing_class, peft_config, quantization_config)
             peft_config = quantization_config = None
-        reward_funcs = prepare_roles(model, reward_funcs, value_model, peft_config, critic_peft_config)
+        prepare_adapters(model, value_model, peft_config, critic_peft_config)
         load_reward_models(reward_funcs, reward_processing_classes, args)
         if isinstance(model, PeftModel) and args.use_ref_model and ref_model is None:
             model.add_adapter(REFERENCE, model.peft_config[POLICY])
@@ -310,7 +310,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         self.kl_controller = KLController(args)
         self.reward_normalizer = RewardNormalizer(args.reward_normalization)
         self.baseline_gate = BaselineGate()
-        self._evaluation: EvaluationPass | None = None  # while evaluating
+        self._evaluation: EvaluationRows | None = None  # while evaluating
         self._eval_pool: dict | None = None  # environments of evaluations; None before the first evaluation
         # A quarter of the KL target at the default; half of `step_kl_target` is half a step for long completions, too
         kl_limit = 2.5 * args.step_kl_target * args.kl_target if args.kl_controller == "adaptive" else math.inf
@@ -802,9 +802,8 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
 
     def _observe_evaluation(self, rollout: Rollout) -> dict[str, Tensor]:
         """Add an evaluation batch to the metrics; return nothing to train on."""
-        passing = self._evaluation or EvaluationPass(len(rollout.scores) * self.accelerator.num_processes)
-        rows = passing.next_rows(len(rollout.scores), self.accelerator)
-        self.metrics.add_evaluation(rollout, rows)
+        rows = self._evaluation or EvaluationRows(len(rollout.scores) * self.accelerator.num_processes)
+        self.metrics.add_evaluation(rollout, rows.next_are_real(len(rollout.scores), self.accelerator))
         return {}
 
     def evaluation_loop(
@@ -822,7 +821,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         with (
             untouched_rng(self.accelerator, self.args),
             self.metrics.untimed(),
-            self._evaluating(EvaluationPass(total)),
+            self._evaluating(EvaluationRows(total)),
         ):
             output = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
@@ -839,9 +838,9 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         return output
 
     @contextmanager
-    def _evaluating(self, passing: EvaluationPass) -> Iterator[None]:
-        """Set the pass that counts rows, and environments of evaluation's own, within the `with` block."""
-        self._evaluation = passing
+    def _evaluating(self, rows: EvaluationRows) -> Iterator[None]:
+        """Set what counts rows, and environments of evaluation's own, within the `with` block."""
+        self._evaluation = rows
         # TRL's profiling writes to Trackio, which transformers has closed by the evaluation after training
         trackers = [name for name in self.args.report_to if name != "trackio" or trackio_is_open()]
         try:

@@ -9,7 +9,7 @@ import torch
 from accelerate.commands.config.config_args import load_config_from_file
 
 from ...models import context_of
-from ...ppo import prepare_roles
+from ...ppo import prepare_adapters
 from .memory import kv_cache_bytes
 
 Stage = Literal["sft", "reward", "pretrain_critic", "ppo", "dpo"]
@@ -325,7 +325,7 @@ def known_not_to_work(job: Job) -> list[str]:
     ]
     found = [message for holds, message in reasons if holds]
     try:
-        prepare_roles("", [], None if job.value_model is None else "", job.peft_config, None)
+        prepare_adapters("", None if job.value_model is None else "", job.peft_config, None)
     except ValueError as error:
         found.append(str(error))
     return found

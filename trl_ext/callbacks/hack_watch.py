@@ -17,6 +17,7 @@ from ..rewards.completions import text_of
 from ..runs.files import PRIVATE_FOLDER, finite, write_text
 from .metrics import is_training_log, rollout_steps
 from .monitor import Finding, MonitorCallback, error_of_mean, number_of_rows, spread_key
+from .monitors import ScoreFallCallback
 from .trend import ALPHA
 
 ATTRIBUTION = "attribution.json"  # what the run's page shows of it
@@ -187,21 +188,25 @@ class HackWatch(MonitorCallback):
             yield Finding("the reward rises as in a hack", advice, risk, self.limit)
 
 
-def attach_watch(trainer: Any, action: Any) -> None:
+def attach_watches(trainer: Any, action: Any) -> None:
     """
-    Attach a `HackWatch` to a trainer, unless it has one.
+    Attach to a trainer a `HackWatch`, and a `ScoreFallCallback` that warns, unless it has one.
 
     Args:
         trainer: a GRPOTrainer, RLOOTrainer or PPOTrainer.
-        action: what the `HackWatch` does on its alert, or `"off"` to attach none. With `"warn"` it alerts only once.
+        action: what the `HackWatch` does on its alert; with `"warn"` it alerts only once. `"off"` attaches neither.
     """
     callbacks = trainer.callback_handler.callbacks
-    if action != "off" and not any(isinstance(each, HackWatch) for each in callbacks):
+    if action == "off":
+        return
+    if not any(isinstance(each, HackWatch) for each in callbacks):
         repeat_steps = 10**9 if action == "warn" else HackWatch.repeat_steps
         # Before the callbacks that log, so that they have the risk; after the one that decides when to save, which the
         # watch may overrule
         place = 1 + next((at for at, each in enumerate(callbacks) if isinstance(each, DefaultFlowCallback)), -1)
         callbacks.insert(place, HackWatch(trainer=trainer, action=action, repeat_steps=repeat_steps))
+    if not any(isinstance(each, ScoreFallCallback) for each in callbacks):
+        trainer.add_callback(ScoreFallCallback())
 
 
 def watch_rounds(

@@ -23,9 +23,8 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import TrainOutput
 
 from ..callbacks.console import ConsoleCallback
-from ..callbacks.hack_watch import attach_watch
+from ..callbacks.hack_watch import attach_watches
 from ..callbacks.monitor import trackio_is_open
-from ..callbacks.monitors import ScoreFallCallback
 from ..callbacks.recording import record_run
 from ..functional import (
     advantages_and_returns,
@@ -902,10 +901,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
         if self.args.record_run:  # not before: callbacks may have been added since, such as a JSONLCallback
             record_run(self, samples=True)
-        attach_watch(self, self.args.watch)
-        watches = any(isinstance(each, ScoreFallCallback) for each in self.callback_handler.callbacks)
-        if self.args.watch != "off" and not watches:
-            self.add_callback(ScoreFallCallback())
+        attach_watches(self, self.args.watch)
         if self.args.save_strategy == "steps" and self.args.save_steps % self.args.steps_per_rollout:
             self.accelerator.print(
                 f"`save_steps` {self.args.save_steps:g}: checkpoints are written only at the end of a rollout, every "

@@ -15,7 +15,8 @@ from transformers.trainer_utils import TrainOutput
 from tests.launch import on_two_processes
 from tests.runs.test_saving import At, complete, sft
 from trl_ext.runs import output_dir
-from trl_ext.runs.output_dir import LOCK, FolderInUse, Hold, check_output_dir, last_evaluation
+from trl_ext.runs.output_dir import LOCK, FolderInUse, Hold, check_output_dir
+from trl_ext.runs.saving import last_evaluation
 
 HOLDS = """
 import os, sys, time

@@ -89,7 +89,30 @@ def load_tokenizer(
     return auto.from_pretrained(path, revision=revision, **kwargs)
 
 
-# ---- A saved adapter ----
+# ---- A model, plain or a saved adapter ----
+
+
+def load_model(name: str, device: Any = None, revision: str | None = None, dtype: str = "auto") -> Any:
+    """
+    Load a causal language model, plain or an adapter, in evaluation mode.
+
+    Args:
+        name: folder or hub name.
+        device: where to move it; None for the GPU if there is one, else the CPU.
+        revision: revision of the model on the hub; None for the default branch.
+        dtype: dtype of the weights, `"auto"` for the saved one.
+
+    Raises:
+        ValueError: the model is a classifier, such as a reward model. Its LM head would be random.
+    """
+    if is_adapter(name, revision):
+        model = load_adapted(name, revision, dtype=dtype, device_map=None)
+    else:
+        kind = (transformers.AutoConfig.from_pretrained(name, revision=revision or "main").architectures or [""])[0]
+        if kind.endswith("Classification"):
+            raise ValueError(f"{name} is a {kind}, not a language model: name the policy, not a reward model.")
+        model = transformers.AutoModelForCausalLM.from_pretrained(name, revision=revision or "main", dtype=dtype)
+    return model.eval().to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def load_adapted(
@@ -398,26 +421,3 @@ def whole_on_each_process() -> Iterator[None]:
     without_zero3 = nullcontext() if zero is None else temporarily(deepspeed, _hf_deepspeed_config_weak_ref=None)
     with _ON_EACH_PROCESS(), without_zero3:
         yield
-
-
-def load_model(name: str, device: Any = None, revision: str | None = None, dtype: str = "auto") -> Any:
-    """
-    Load a causal language model, plain or an adapter, in evaluation mode.
-
-    Args:
-        name: folder or hub name.
-        device: where to move it; None for the GPU if there is one, else the CPU.
-        revision: revision of the model on the hub; None for the default branch.
-        dtype: dtype of the weights, `"auto"` for the saved one.
-
-    Raises:
-        ValueError: the model is a classifier, such as a reward model. Its LM head would be random.
-    """
-    if is_adapter(name, revision):
-        model = load_adapted(name, revision, dtype=dtype, device_map=None)
-    else:
-        kind = (transformers.AutoConfig.from_pretrained(name, revision=revision or "main").architectures or [""])[0]
-        if kind.endswith("Classification"):
-            raise ValueError(f"{name} is a {kind}, not a language model: name the policy, not a reward model.")
-        model = transformers.AutoModelForCausalLM.from_pretrained(name, revision=revision or "main", dtype=dtype)
-    return model.eval().to(device or ("cuda" if torch.cuda.is_available() else "cpu"))

@@ -227,6 +227,9 @@ def kept_by_fsdp2(policy: nn.Module) -> Iterator[None]:
             layer.reshard()
 
 
+# ---- Identities ----
+
+
 def weights_identity(model: Any, path: str | None = None, revision: str | None = None) -> str:
     """
     Identify the weights of a model.

@@ -22,10 +22,10 @@ else:
             ".files": """
                 PRIVATE_FOLDER REGISTRY RUNBOOK finite from_first is_finite_number on_first read_jsonl whole_file
                 write_text""",
-            ".output_dir": "FolderInUse Hold check_output_dir last_evaluation overlap",
+            ".output_dir": "FolderInUse Hold check_output_dir overlap",
             ".package_files": "accelerate_file config_file did_you_mean find recipe root",
             ".redaction": "redacted",
-            ".saving": "NotSaved save_trained",
+            ".saving": "NotSaved last_evaluation save_trained",
             ".settings": "check_settings refuse setting",
         },
     )

@@ -121,7 +121,7 @@ class ResumableRun(AgreedControl, BackgroundSaving):
 
     @property
     def _given_model(self) -> Any:
-        """Return the model that was passed to the trainer, including its adapters."""
+        """Return the model that was passed to the trainer, including its adapters; in PPO without the critic."""
         return self.accelerator.unwrap_model(self.model)
 
     def _run_facts(self) -> dict[str, Any]:
@@ -139,17 +139,13 @@ class ResumableRun(AgreedControl, BackgroundSaving):
             **self._given_facts,
         }
 
-    def _load_own_state(self, checkpoint: str) -> None:
-        """Load from the folder `checkpoint` the state that [`_save_own_state`] saved."""
-
     def _steps(self) -> int:
         """Return the number of optimizer steps of the whole run, which the Trainer computes only once it trains."""
         with torch.random.fork_rng(devices=[]):  # accelerate may seed the sampler of this dataloader
             return self.set_initial_training_values(self.args, self.get_train_dataloader())[-1]
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
-        policy: Any = getattr(self.model, "policy", self.model)  # PPO's model has a critic, too
-        if not any(weight.requires_grad for weight in policy.parameters()):
+        if not any(weight.requires_grad for weight in self._given_model.parameters()):
             raise ValueError(
                 "No weight of the model requires a gradient, so nothing would be trained. PEFT freezes what it "
                 "merges: call `model.requires_grad_(True)`. An adapter must be merged before, or be trainable."

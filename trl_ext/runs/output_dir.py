@@ -124,25 +124,6 @@ def _holder(lock: Path) -> str:
         return "another process"
 
 
-def last_evaluation(trainer: Any, result: Any) -> dict[str, float]:
-    """
-    Return the trained model's metrics on the evaluation set by name, such as `eval_loss`, with the `epoch`.
-
-    These are the metrics of the evaluation at the last step, if `train` made one; if not, the model is evaluated now.
-    It is also evaluated now if the run was complete before, or with `load_best_model_at_end`: then the model may be
-    that of an earlier checkpoint.
-
-    Args:
-        trainer: any Trainer, after training.
-        result: the result of `train`.
-    """
-    state = trainer.state
-    is_of_now = result.metrics and not trainer.args.load_best_model_at_end
-    logs = [log for log in state.log_history if is_of_now and log["step"] == state.global_step]
-    found = {name: number for log in logs for name, number in log.items() if name.startswith("eval_")}
-    return {**found, "epoch": state.epoch} if found else trainer.evaluate()
-
-
 def overlap(folder: Path, given: Path) -> str:
     """
     Describe how the output folder `folder` overlaps with the input path `given`.

@@ -31,6 +31,8 @@ logger = logging.get_logger(__name__)
 
 _MEMORY = "/dev/shm"
 _STAGED = "trl_ext_checkpoint_"
+MARKER = "trl_ext_complete.json"
+_NO_STATE = {MARKER, f"{MARKER}.tmp", "README.md", "checkpoint-is-incomplete.txt"}  # that by `enable_jit_checkpoint`
 
 
 class NotSaved(RuntimeError):
@@ -69,6 +71,25 @@ def save_trained(trainer: Any, metrics: dict[str, float]) -> None:
     trainer.save_model()
     if metrics:
         trainer.save_metrics("train", metrics)
+
+
+def last_evaluation(trainer: Any, result: Any) -> dict[str, float]:
+    """
+    Return the trained model's metrics on the evaluation set by name, such as `eval_loss`, with the `epoch`.
+
+    These are the metrics of the evaluation at the last step, if `train` made one; if not, the model is evaluated now.
+    It is also evaluated now if the run was complete before, or with `load_best_model_at_end`: then the model may be
+    that of an earlier checkpoint.
+
+    Args:
+        trainer: any Trainer, after training.
+        result: the result of `train`.
+    """
+    state = trainer.state
+    is_of_now = result.metrics and not trainer.args.load_best_model_at_end
+    logs = [log for log in state.log_history if is_of_now and log["step"] == state.global_step]
+    found = {name: number for log in logs for name, number in log.items() if name.startswith("eval_")}
+    return {**found, "epoch": state.epoch} if found else trainer.evaluate()
 
 
 class BackgroundSaving(_Trainer):
@@ -144,6 +165,9 @@ class BackgroundSaving(_Trainer):
 
     def _save_own_state(self, checkpoint: str) -> None:
         """Override to save more into `checkpoint`: on all processes, before the marker, unless `save_only_model`."""
+
+    def _load_own_state(self, checkpoint: str) -> None:
+        """Override to load it, before the Trainer resumes."""
 
     def _begin(self, checkpoint: Path) -> Path | None:
         """Prepare to write a checkpoint; return its folder in memory, None if it is written to the disk directly."""
@@ -256,10 +280,6 @@ def remove_links(output_dir: Path) -> None:
         if link.resolve().name.startswith(_STAGED):  # others are a user's own
             shutil.rmtree(link.resolve(), ignore_errors=True)
             link.unlink()
-
-
-MARKER = "trl_ext_complete.json"
-_NO_STATE = {MARKER, f"{MARKER}.tmp", "README.md", "checkpoint-is-incomplete.txt"}  # that by `enable_jit_checkpoint`
 
 
 def how_to_resume(fix: str, step: int, checkpoint: str | None) -> str:

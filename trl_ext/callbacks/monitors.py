@@ -17,11 +17,6 @@ from .trend import Series
 DISAGREEMENT = re.compile(r"rewards/.+/disagreement")
 
 
-def distinct_key(logs: dict[str, Any]) -> str | None:
-    """Return the key in the logs of the form `repetition/distinct_{n}`; None if there is none."""
-    return next(filter(re.compile(r"repetition/distinct_\d+").fullmatch, logs), None)
-
-
 @dataclass(eq=False, kw_only=True)
 class KLBudgetCallback(MonitorCallback):
     """
@@ -329,10 +324,11 @@ class RepetitionCallback(MonitorCallback):
         advice = (
             "Read the completions and the phrase in `completions.rank*.jsonl`, and change a reward that favours them."
         )
+        of_n_grams = next(filter(re.compile(r"repetition/distinct_\d+").fullmatch, logs), None)
         for what, found in {
             "one phrase spreads": share("phrase", "repetition/top_phrase_share").above(1, self.phrase),
             "completions repeat themselves": share("repeated", "repetition/repeated").above(1, self.repeated),
-            "completions grew alike": share("distinct", distinct_key(logs)).below(self.distinct),
+            "completions grew alike": share("distinct", of_n_grams).below(self.distinct),
             "completions copy the corpus": share("copied", "repetition/copied_share", 0).above(plus=self.copied),
         }.items():
             if found:

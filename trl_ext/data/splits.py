@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 from datasets.exceptions import DatasetGenerationError
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
+from ..evaluation.words import text_hash
 from ..runs.files import finite, write_text
 from ..runs.package_files import find
 from .messages import say
@@ -194,8 +194,8 @@ def prompt_groups(dataset: Dataset) -> np.ndarray:
             keys[unknown] = pair_hashes(rows)
         else:
             names = next(({name} for name in ("prompt_ids", "input_ids", "text") if name in names), names)
-            texts = (repr(row).encode(errors="surrogatepass") for row in rows.select_columns(sorted(names)))
-            keys[unknown] = np.array([xxhash.xxh3_64_intdigest(text) for text in texts], np.uint64)[:, None]
+            hashes = [text_hash(repr(row)) for row in rows.select_columns(sorted(names))]
+            keys[unknown] = np.array(hashes, np.uint64)[:, None]
     _, numbers = np.unique(keys, return_inverse=True)
     one, other = numbers.reshape(keys.shape).T
     # Rows that share a key belong together, and so do rows that a third row links

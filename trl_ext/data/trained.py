@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 from datasets import Dataset
 
-from ..evaluation.words import normalised
+from ..evaluation.words import normalised, text_hash
 from ..runs.files import PRIVATE_FOLDER, whole_file
 from .messages import content_of, is_messages, is_text, without_system
 
@@ -125,7 +124,7 @@ def completion_hash(prompt: Any, completion: Any) -> int:
     """
     parts = [part for part in (prompt, completion) if part is not None]
     text = "".join(part if isinstance(part, str) else "".join(map(content_of, part)) for part in parts)
-    return xxhash.xxh3_64_intdigest(normalised(text).encode("utf-8", "surrogatepass"))
+    return text_hash(normalised(text))
 
 
 def hashes_of_answers(prompt: Any, answers: Sequence[Any]) -> np.ndarray:

@@ -11,7 +11,6 @@ from ..functional import KL_ESTIMATORS
 from ..runs.redaction import HidesCredentials
 from ..runs.settings import (
     RunSettings,
-    check_score_settings,
     check_settings,
     documented,
     resolve_for_device,
@@ -99,6 +98,29 @@ class ReturnSettings:
         "Pack rows into one long sequence for a forward pass instead of padding them. This is done where it is less "
         "work than padding each row to the longest. A state-space model, which would carry state from one packed row "
         "into the next, gets padded rows.",
+    )
+
+
+def check_score_settings(config: Any) -> None:
+    """Raise a `ValueError` if the settings of scores, or those of completions without EOS, contradict each other."""
+    score = config.missing_eos_score
+    penalty = config.missing_eos_penalty
+    bounds = config.reward_clip_range
+    refuse(
+        (
+            [score is not None, penalty is not None, config.mask_truncated_completions].count(True) > 1,
+            f"A completion without EOS gets a fixed score (`missing_eos_score`, here {score}), a lower score "
+            f"(`missing_eos_penalty`, here {penalty}) or is left out (`mask_truncated_completions`, here "
+            f"{config.mask_truncated_completions}). Set only one of the three.",
+        ),
+        (
+            bool(bounds) and not bounds[0] < bounds[1],
+            f"`reward_clip_range` must be (min, max) with min < max, got {bounds}.",
+        ),
+        (
+            config.reward_normalization == "group" and not config.reward_group_column,
+            "`reward_normalization='group'` needs `reward_group_column`, the dataset column to group by.",
+        ),
     )
 
 

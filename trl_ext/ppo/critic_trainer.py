@@ -23,13 +23,12 @@ from ..runs.checkpoints import ResumableRun
 from ..runs.redaction import HidesCredentials
 from ..runs.settings import (
     RunSettings,
-    check_score_settings,
     check_settings,
     documented,
     resolve_for_device,
     setting,
 )
-from .config import ReturnSettings
+from .config import ReturnSettings, check_score_settings
 from .evaluation_pass import EvaluationRows
 from .metrics import Accumulator
 from .passes import Passes

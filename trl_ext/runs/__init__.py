@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from ..upstream import lazily
 
 if TYPE_CHECKING:
+    from ..upstream.statements import refuse as refuse
     from .checkpoints import *
     from .control import *
     from .files import *
@@ -17,6 +18,7 @@ else:
     __getattr__, __dir__, __all__ = lazily(
         __name__,
         {
+            "..upstream.statements": "refuse",
             ".checkpoints": "checkpoint_to_resume differences fingerprint",
             ".control": "CannotResume",
             ".files": """
@@ -26,6 +28,6 @@ else:
             ".package_files": "accelerate_file config_file did_you_mean find recipe root",
             ".redaction": "redacted",
             ".saving": "NotSaved last_evaluation save_trained",
-            ".settings": "check_settings refuse setting",
+            ".settings": "check_settings setting",
         },
     )

@@ -11,8 +11,6 @@ from inspect import cleandoc, formatannotation
 from numbers import Integral
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from ..upstream.statements import refuse
-
 Range = str | tuple[str, Callable[[Any], bool]]
 OnlyWith = tuple[str, Any]
 _Class = TypeVar("_Class", bound=type)
@@ -211,26 +209,3 @@ def _wrong(config: Any, ranges: Mapping[str, Range], only_with: Mapping[str, Onl
                 f"`{name}={value}` needs `{needs[0]}={needs[1]!r}`, but `{needs[0]}={found!r}`. Set "
                 f"`{needs[0]}={needs[1]!r}`, or leave `{name}` out."
             )
-
-
-def check_score_settings(config: Any) -> None:
-    """Raise a `ValueError` if the settings of scores, or those of completions without EOS, contradict each other."""
-    score = config.missing_eos_score
-    penalty = config.missing_eos_penalty
-    bounds = config.reward_clip_range
-    refuse(
-        (
-            [score is not None, penalty is not None, config.mask_truncated_completions].count(True) > 1,
-            f"A completion without EOS gets a fixed score (`missing_eos_score`, here {score}), a lower score "
-            f"(`missing_eos_penalty`, here {penalty}) or is left out (`mask_truncated_completions`, here "
-            f"{config.mask_truncated_completions}). Set only one of the three.",
-        ),
-        (
-            bool(bounds) and not bounds[0] < bounds[1],
-            f"`reward_clip_range` must be (min, max) with min < max, got {bounds}.",
-        ),
-        (
-            config.reward_normalization == "group" and not config.reward_group_column,
-            "`reward_normalization='group'` needs `reward_group_column`, the dataset column to group by.",
-        ),
-    )

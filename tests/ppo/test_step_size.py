@@ -8,7 +8,7 @@ from transformers import TrainerCallback
 
 from tests.tiny import scripted, tiny_lora_ppo, tiny_ppo
 from trl_ext.callbacks import request_rate_scale
-from trl_ext.ppo.controllers import LearningRateController
+from trl_ext.ppo.step_size import LearningRateController, StepSums
 
 FOLLOWS = {"step_kl_target": 0.4, "lr_scheduler_type": "constant", "logging_steps": 1, "num_ppo_epochs": 2}
 
@@ -54,11 +54,11 @@ def test_long_completions_have_a_part_of_the_kl_target(tmp_path):
     observe, seen = trainer.learning_rate_controller.observe, []
     trainer.learning_rate_controller.observe = lambda sums, *given: seen.append(sums) or observe(sums, *given)
     trainer.train()
-    last = torch.stack(seen[-trainer.args.num_mini_batches :]).sum(0)
+    last = torch.tensor(seen[-trainer.args.num_mini_batches :]).sum(0)
     (_, choices, _, completions), controller = last.tolist(), trainer.learning_rate_controller
     assert completions == trainer.args.batch_size
     assert controller.present_target * choices / completions == pytest.approx(2.5 * trainer.args.step_kl_target * 0.2)
-    controller.observe(torch.tensor([0.0, 0.01, 1.0, 1.0]), 0, 1)  # near-certain tokens
+    controller.observe(StepSums(0.0, 0.01, 1.0, 1.0), 0, 1)  # near-certain tokens
     assert controller.present_target == controller.target
 
 
@@ -67,7 +67,7 @@ def test_the_factor_rises_freely_until_the_target_is_in_reach():
     controller, factors = LearningRateController(0.1), []
     for kl in (0.001, 0.03, 0.01, 0.0001):  # the second KL is in reach
         for taken in (0, 1):
-            controller.observe(torch.tensor([kl, 1.0, 1.0, 1.0]), taken, 1)
+            controller.observe(StepSums(kl, 1.0, 1.0, 1.0), taken, 1)
         factors.append(controller.factor)
     rises = [after / before for before, after in zip([0.1, *factors], factors, strict=False)]
     assert rises == pytest.approx([10.0, 1.5, 2.0, 1.1])
@@ -118,7 +118,7 @@ def test_a_learning_rate_that_overshot_does_not_return_soon():
         c, used = 1.0 if rollout % 10 == 9 else 0.01, []
         for taken in range(4):
             observed = c * sum(used) ** 2 / 16
-            controller.observe(torch.tensor([observed, 1.0, 1.0, 1.0]), taken, 4)
+            controller.observe(StepSums(observed, 1.0, 1.0, 1.0), taken, 4)
             used.append(controller.factor)
             if taken == 0:
                 kls.append(c * controller.factor**2)  # if the whole rollout had kept its first factor
@@ -136,20 +136,20 @@ def test_steps_that_drop_tokens_are_taken_back():
     weight = torch.nn.Parameter(torch.zeros(5))
     optimizer = torch.optim.AdamW([weight], lr=1.0)
     controller = LearningRateController(0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 if step < 40 else 0.2)
     controller.attach(optimizer)
     places, kls = [weight.detach().clone()], []
     for taken in range(44):
         dropped = 20.0 if taken in (40, 41) else 0.0  # as if ten tokens were no longer sampled
-        kls.append(
-            controller.observe(torch.tensor([0.03 * (taken / 40) ** 2 * 10 + dropped, 10.0, 1.0, 1.0]), taken, 64)
-        )
+        kls.append(controller.observe(StepSums(0.03 * (taken / 40) ** 2 * 10 + dropped, 10.0, 1.0, 1.0), taken, 64))
         weight.grad = torch.randn(5) + 1
         optimizer.step()
+        schedule.step()
         places.append(weight.detach().clone())
     size = (places[40] - places[39]).norm()
     assert (places[41] - places[39]).norm() < 0.05 * size  # the weights after 39 steps
     assert (places[42] - places[38]).norm() < 0.6 * size  # about those after 38: the last step's direction, again
-    assert kls[40] < 0.1 and controller.last_factor <= controller.ceiling
+    assert kls[40] < 0.1 and controller.scaler.last_factor <= controller.ceiling
     assert (places[43] - places[42]).norm() < size
 
 
@@ -159,10 +159,10 @@ def test_a_step_is_taken_back_only_where_the_optimizer_can_repeat_it(kind):
     controller, optimizer = LearningRateController(0.1), kind([weight])
     controller.attach(optimizer)
     for taken, kl in enumerate((0.0, 99.0)):
-        controller.observe(torch.tensor([kl, 10.0, 1.0, 1.0]), taken, 4)
+        controller.observe(StepSums(kl, 10.0, 1.0, 1.0), taken, 4)
         weight.grad = torch.ones(1)
         optimizer.step()
-    assert bool(controller.undone) == (kind is torch.optim.AdamW)
+    assert bool(controller.scaler.undone) == (kind is torch.optim.AdamW)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -172,7 +172,7 @@ def test_steps_that_the_loss_scaler_skips_do_not_raise_the_factor(fused):
     controller.attach(optimizer)
     scaler, factors = torch.amp.GradScaler("cpu"), []
     for taken in range(6):
-        controller.observe(torch.tensor([1e-5, 10.0, 1.0, 1.0]), taken, 32)  # so much by rounding alone
+        controller.observe(StepSums(1e-5, 10.0, 1.0, 1.0), taken, 32)  # so much by rounding alone
         factors.append(controller.factor)
         scaler.scale(torch.zeros(1))
         weight.grad = torch.full((1,), torch.inf if taken < 4 else 1.0)
@@ -186,7 +186,7 @@ def test_the_kl_is_that_of_the_last_epoch():
     controller, used = LearningRateController(0.1, minibatches=4), []
     for taken, choices in enumerate([5.0, 0.5, 1.0, 9.0, 0.0, 3.0, 2.0, 7.0]):
         kl = 0.02 * sum(used) ** 2
-        sums = torch.tensor([kl * choices, choices, 1.0, 1.0], dtype=torch.float64)
+        sums = StepSums(kl * choices, choices, 1.0, 1.0)
         assert controller.observe(sums, taken, 8) == pytest.approx(kl)
         used.append(controller.factor)
     assert max(used) > 2 * min(used)
@@ -199,7 +199,7 @@ def test_the_ceiling_of_a_temporary_overshoot_does_not_stay():
         c = 10.0 if 3 <= rollout < 6 else 0.01
         for taken in (0, 1):
             kl = c * controller.factor**2 * taken
-            controller.observe(torch.tensor([kl, 1.0, 1.0, 1.0]), taken, 1)
+            controller.observe(StepSums(kl, 1.0, 1.0, 1.0), taken, 1)
         factors.append(controller.factor)
     best = (0.1 / 0.01) ** 0.5
     assert factors[2] == pytest.approx(best, rel=0.1) and factors[6] < best / 10 and factors[-1] > best / 2
@@ -211,7 +211,7 @@ def test_equal_scores_do_not_change_the_learning_rate(tmp_path):
 
     trainer = tiny_ppo(tmp_path, None, same, **FOLLOWS, kl_coef=0.0, lam=1.0, max_steps=8)
     trainer.train()
-    assert set(logged(trainer, "learning_rate/factor")) == {LearningRateController.FIRST}
+    assert set(logged(trainer, "learning_rate/factor")) == {LearningRateController.FIRST_FACTOR}
 
 
 @pytest.mark.parametrize(
@@ -239,14 +239,14 @@ def test_the_logged_learning_rate_is_the_one_used(shape, tmp_path):
 def test_a_schedule_and_a_callback_shrink_the_target(tmp_path):
     """At a tenth of the learning rate the target is a hundredth of the KL, so the factor does not change."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=10.0)
-    for schedule, requested_scale in ((0.1, 1.0), (1.0, 0.1)):
+    for schedule, requested_scale, target in ((0.1, 1.0, 0.0005), (1.0, 0.1, 0.0005)):
         controller = LearningRateController(0.05)
         controller.attach(optimizer)
         optimizer.param_groups[0] |= {"initial_lr": 10.0, "lr": 10.0 * schedule}
         controller.factor, controller.requested_scale = 1.0, requested_scale
-        controller.observe(torch.tensor([0.0, 1.0, 1.0, 1.0]), 0, 1)
+        controller.observe(StepSums(0.0, 1.0, 1.0, 1.0), 0, 1)
         optimizer.step()
-        controller.observe(torch.tensor([0.0005, 1.0, 1.0, 1.0]), 1, 1)
+        controller.observe(StepSums(target, 1.0, 1.0, 1.0), 1, 1)
         assert controller.factor == pytest.approx(1.0)
 
     class Asks(TrainerCallback):

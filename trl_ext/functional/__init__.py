@@ -8,3 +8,4 @@ from .logprobs import *
 from .losses import *
 from .masking import *
 from .statistics import *
+from .step_size import *

@@ -78,7 +78,6 @@ from .config import PPOConfig
 from .controllers import (
     BaselineGate,
     KLController,
-    LearningRateController,
     RewardNormalizer,
     mean_demonstration_score,
 )
@@ -95,6 +94,7 @@ from .roles import (
     prepare_adapters,
 )
 from .rollout import Rollout, joined, permuted, token_counts_of
+from .step_size import LearningRateController, StepSums
 from .vllm import RolloutsAhead, ServerGuard, ServerLost, check_loadable, check_logprobs
 
 _WITH_STATE = (
@@ -617,14 +617,14 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         if (micro_step + 1) % accumulates:
             return
         sums = self.accelerator.reduce(torch.stack(self._step_sums).sum(0), reduction="sum")
-        kl = self.learning_rate_controller.observe(sums, taken, self.args.steps_per_rollout)
+        kl = self.learning_rate_controller.observe(StepSums(*sums.tolist()), taken, self.args.steps_per_rollout)
         if taken == max(self.args.steps_per_rollout - 1, 1):
             self.metrics.train.add("policy/step_kl", kl)
             if target := self.learning_rate_controller.present_target:
                 self.metrics.train.add("policy/step_kl_target", target * taken / self.args.steps_per_rollout)
         if taken < self.args.steps_per_rollout:  # a step follows
             self.metrics.train.add("learning_rate/factor", self.learning_rate_controller.factor_in_use)
-            self.metrics.train.add("policy/undone_steps", float(bool(self.learning_rate_controller.undone)))
+            self.metrics.train.add("policy/undone_steps", float(bool(self.learning_rate_controller.scaler.undone)))
 
     @torch.no_grad()
     def _measure_single_step(self) -> None:
@@ -885,7 +885,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
             for name in GRPO_ONLY_METRICS:
                 self._metrics["train"].pop(name, None)
             if "learning_rate" in logs:
-                logs["learning_rate"] *= self.learning_rate_controller.last_factor
+                logs["learning_rate"] *= self.learning_rate_controller.scaler.last_factor
             report = self.metrics.report(start_time)
             self._metrics["train"].update({name: [number] for name, number in report.items()})
         # As JSON: a policy may call a tool with any value, but a table needs one type for each column

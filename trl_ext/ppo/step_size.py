@@ -1,0 +1,234 @@
+"""Adapt the learning rate, so that the updates on a rollout move the policy by a given KL."""
+
+import math
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+
+from ..functional import learning_rate_factor, step_kl
+
+
+class StepSums(NamedTuple):
+    """
+    Hold sums over a minibatch of all processes: the two of [`step_kl_sums`], |advantage|, and completions.
+    """
+
+    kl: float
+    choices: float
+    advantage: float
+    completions: float
+
+
+class StepScaler:
+    """
+    Multiply the learning rates of an optimizer's steps, or take steps back.
+
+    Only the optimizer sees the scaled rates, and only during its step: the schedule and checkpoints keep the unscaled
+    rates.
+    """
+
+    def __init__(self, factor: Callable[[], float]):
+        self.factor = factor  # returns that of the next step
+        self.last_factor = 1.0  # of the last optimizer step
+        self.undone: list[int] = []  # steps taken back, the next one's last; empty for a normal step
+        self.step = 0  # number of the next one in its rollout
+        self.was_skipped = False  # the last step, by fp16's loss scaler
+        self.optimizer: Any = None
+        self._scheduled: list[float] = []  # rates of the groups, during a step
+        self._rates: dict[int, list[float]] = {}  # those that each step had
+
+    def attach(self, optimizer: Any) -> None:
+        """Scale the steps of an optimizer, wrapped by the accelerator or not."""
+        while hasattr(optimizer, "optimizer"):  # accelerate's wrapper, DeepSpeed's
+            optimizer = optimizer.optimizer
+        if optimizer is not self.optimizer:
+            self.optimizer = optimizer
+            optimizer.register_step_pre_hook(self._before)
+            optimizer.register_step_post_hook(self._after)
+
+    def _before(self, optimizer: Any, *_: Any) -> None:  # ZeRO-3 calls it several times in a step
+        self.was_skipped = bool(getattr(optimizer, "found_inf", False))  # set for fused optimizers, which skip it
+        groups = optimizer.param_groups
+        self._scheduled = [group["lr"] for group in groups]
+        if not self.undone:
+            self.last_factor = self.factor()
+            self._rates[self.step] = [rate * self.last_factor for rate in self._scheduled]
+            for group, rate in zip(groups, self._rates[self.step], strict=True):
+                group["lr"] = rate
+            return
+        for group, rate in zip(groups, self._rates[self.undone[-1]], strict=True):
+            # Without a gradient Adam repeats its last step, each time β₁ times as large
+            group["lr"] = -rate / group["betas"][0] ** len(self.undone)
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.zero_()
+
+    def _after(self, optimizer: Any, *_: Any) -> None:
+        for group, rate in zip(optimizer.param_groups, self._scheduled, strict=True):
+            group["lr"] = rate
+
+    @property
+    def can_undo(self) -> bool:
+        """Return whether the optimizer repeats its last step if it gets no gradient."""
+        name = type(self.optimizer).__name__
+        group = self.optimizer.param_groups[0] if self.optimizer is not None else {}
+        return "Adam" in name and "NAdam" not in name and "Free" not in name and group.get("betas", (0.0,))[0] > 0
+
+    @property
+    def schedule(self) -> float:
+        """Return the present scheduled learning rate divided by the initial one; 1 without a schedule."""
+        group = self.optimizer.param_groups[0] if self.optimizer is not None else {}
+        return group["lr"] / group["initial_lr"] if group.get("initial_lr") else 1.0
+
+
+class LearningRateController:
+    """
+    Scale the learning rates so that the updates on each rollout move the policy by a KL of about `target`.
+
+    While the schedule is at a share s of the initial rate, the target is s² · `target`.
+
+    Args:
+        target: KL in nats per choice; 0 leaves the rates as they are. A choice is a token that the policy was not
+            certain of, as [`step_kl_sums`] counts it.
+        episodes: number of episodes n in a rollout, all processes. The target is multiplied by n/64 if n < 64, since
+            the gradient is then noisier; by n/128 if n > 128, but at most by 2.
+        kl_limit: largest KL at which a rollout's updates should end, in nats per completion. It lowers the target
+            where completions have many choices.
+        minibatches: number of minibatches in a rollout; the KL is measured over the last that many.
+    """
+
+    FIRST_FACTOR = 0.1  # a first step at a rate that is far too high would be seen only afterwards
+    BOUNDS = (0.01, 1000.0)  # of the factor
+    # Both are measured in docs/studies/step_size.md, "Does a run fall?". A KL in the second half of a rollout that is
+    # OVERSHOOT times what it should be there sets a ceiling: half of the largest factor of this rollout
+    OVERSHOOT = 4.0
+    # A step is undone if after it a minibatch's `kl` is above OVERSHOOT times its target and this; a token that the
+    # policy no longer samples adds 2
+    DROPPED_KL = 4.0
+    # The first row counts whose first number is below a KL ÷ what it should be. The second is the largest rise of the
+    # factor in a rollout, once the target has been in reach; the third is the rise of the ceiling. The last row is the
+    # most careful: a policy that does not move at all may be certain of everything
+    RISES = ((0.25, 1.5, 1.02), (0.01, 2.0, 1.1), (-math.inf, 1.1, 1.02))
+
+    def __init__(self, target: float, episodes: int = 64, kl_limit: float = math.inf, minibatches: int = 1):
+        self.target = target * min(episodes / 64, max(1.0, episodes / 128), 2.0)
+        self.kl_limit = kl_limit
+        self.minibatches = minibatches
+        self.factor = self.FIRST_FACTOR if target else 1.0
+        self.requested_scale = 1.0  # by callbacks
+        self.was_near_target = False  # whether the target has been in reach
+        self.ceiling = math.inf  # of the factor
+        self.is_on = True  # off where the policy is not trained
+        self.scaler = StepScaler(lambda: self.factor_in_use)
+        self._choices = 0.0  # of a completion, in the last pass
+        self._sums: list[StepSums] = []  # of this rollout's minibatches
+        self._used: list[float] = []  # factors of its steps; 0 for those that were taken back, and for taking back
+
+    def attach(self, optimizer: Any) -> None:
+        """Make an optimizer, wrapped by the accelerator or not, use the scaled learning rates in each step."""
+        self.scaler.attach(optimizer)
+
+    @property
+    def factor_in_use(self) -> float:
+        if not self.is_on:
+            return 1.0
+        return self.factor if self.target else self.requested_scale
+
+    def scale(self, factor: float) -> None:
+        """
+        Multiply the learning rates by a factor that a callback requested.
+
+        If the rates follow a KL `target`, multiply the target by factor² instead.
+        """
+        self.requested_scale *= factor
+
+    @property
+    def present_target(self) -> float:
+        """Return the KL at which the rollout's updates should end, in nats per choice; 0 if rates are not adapted."""
+        return self._full_target * (self.scaler.schedule * self.requested_scale) ** 2
+
+    @property
+    def _full_target(self) -> float:
+        """Return `present_target` as it is before a schedule or a callback lowers it."""
+        return min(self.target, self.kl_limit / max(self._choices, 1e-6))
+
+    def observe(self, sums: StepSums, taken: int, steps: int) -> float:
+        """
+        Update the factor by the KL of the rollout's optimizer steps so far, and return this KL, nats per choice.
+
+        Args:
+            sums: of the next minibatch, after `taken` steps. If its `advantage` is 0, the KL says nothing about the
+                rates, and the factor stays.
+            taken: number of steps taken on the rollout so far.
+            steps: number of all steps on the rollout.
+        """
+        del self._used[taken:], self._sums[taken:]
+        if self.scaler.was_skipped and self._used:
+            self._used[-1] = 0.0
+        self.scaler.was_skipped = self.scaler.optimizer is not None  # unless the next step is taken
+        kept = [step for step, factor in enumerate(self._used) if factor]
+        if kept and taken < steps and self._went_too_far(sums):
+            self._take_back(kept[-1])
+            sums = self._sums[kept[-1]]  # the policy is about as it was then
+        else:
+            self.scaler.undone = []
+        self._sums.append(sums)
+        last = torch.tensor(self._sums[-self.minibatches :], dtype=torch.float64)  # one minibatch would be noisy
+        kls, choices, _, completions = last.T
+        moved = torch.tensor([0.0, *accumulate(self._used)][-len(last) :], dtype=torch.float64)
+        kl = step_kl(kls, choices, moved)
+        self._choices = float(choices.sum() / completions.sum().clamp(min=1e-6))
+        if self.present_target and moved[-1] and kl > 0 and sums.advantage > 0:
+            self._adapt(kl, taken, steps)
+        self.scaler.step = len(self._used)
+        self._used.append(0.0 if self.scaler.undone else self.factor)
+        return kl
+
+    def _went_too_far(self, sums: StepSums) -> bool:
+        """Return whether the last step must be undone, since the policy has dropped tokens that it was certain of."""
+        target = max(self.present_target, self._full_target / 10)  # where a schedule ends, rounding would count
+        limit = self.OVERSHOOT * target * sums.choices + self.DROPPED_KL
+        return bool(self.target and self.scaler.can_undo and sums.kl > limit)
+
+    def _take_back(self, step: int) -> None:
+        """Let the next optimizer step undo a step, and keep the factor below half of the one that it had."""
+        if not self.scaler.undone:
+            self.ceiling = min(self.ceiling, self._used[step] / 2)
+        self.scaler.undone.append(step)
+        self._used[step] = 0.0
+        self.factor = min(self.factor, self.ceiling)
+
+    def _adapt(self, kl: float, taken: int, steps: int) -> None:
+        """Choose the next step's factor, after `taken` of a rollout's `steps` moved the policy by `kl`."""
+        target = self.present_target
+        share = taken / steps
+        factor = learning_rate_factor(self.factor, sum(self._used) / taken, kl, target, share)
+        ratio = kl / (share**2 * target)
+        in_second_half = 2 * taken >= steps
+        self.was_near_target |= in_second_half and ratio > 0.25
+        _, rise, recovery = next(row for row in self.RISES if ratio > row[0])
+        highest = self._used[0] * rise if self.was_near_target else self.BOUNDS[1]
+        if in_second_half and kl > self.OVERSHOOT * share**2 * self._full_target:
+            self.ceiling = min(self.ceiling, max(self._used) / 2)
+        highest = min(max(highest, self.factor), self.ceiling)  # a rise is limited, not undone
+        self.factor = max(self.BOUNDS[0], min(factor, self.BOUNDS[1], highest))
+        if taken == max(steps - 1, 1):
+            self.ceiling *= recovery
+
+    def rescale(self, ratio: float) -> None:
+        """After a change of the learning rate, multiply the factor by old ÷ new, so that steps stay as large."""
+        if self.target:
+            self.factor *= ratio
+            self.ceiling *= ratio
+
+    def state_dict(self) -> dict[str, Any]:
+        names = "factor", "requested_scale", "was_near_target", "ceiling", "target"
+        return {name: getattr(self, name) for name in names}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.requested_scale = state["requested_scale"]
+        if self.target and state["target"]:  # a run without a target has found no factor
+            for name in ("factor", "was_near_target", "ceiling"):
+                setattr(self, name, state[name])

@@ -237,9 +237,9 @@ def test_the_logged_learning_rate_is_the_one_used(shape, tmp_path):
 
 
 def test_a_schedule_and_a_callback_shrink_the_target(tmp_path):
-    """At a tenth of the learning rate the target is a hundredth of the KL, so the factor does not change."""
+    """A schedule scales the target, a callback its root. A KL at the target leaves the factor as it is."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=10.0)
-    for schedule, requested_scale, target in ((0.1, 1.0, 0.0005), (1.0, 0.1, 0.0005)):
+    for schedule, requested_scale, target in ((0.1, 1.0, 0.005), (1.0, 0.1, 0.0005)):
         controller = LearningRateController(0.05)
         controller.attach(optimizer)
         optimizer.param_groups[0] |= {"initial_lr": 10.0, "lr": 10.0 * schedule}

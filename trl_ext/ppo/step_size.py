@@ -87,7 +87,7 @@ class LearningRateController:
     """
     Scale the learning rates so that the updates on each rollout move the policy by a KL of about `target`.
 
-    While the schedule is at a share s of the initial rate, the target is s² · `target`.
+    While the schedule is at a share s of the initial rate, the target is s · `target`.
 
     Args:
         target: KL in nats per choice; 0 leaves the rates as they are. A choice is a token that the policy was not
@@ -147,7 +147,7 @@ class LearningRateController:
     @property
     def present_target(self) -> float:
         """Return the KL at which the rollout's updates should end, in nats per choice; 0 if rates are not adapted."""
-        return self._full_target * (self.scaler.schedule * self.requested_scale) ** 2
+        return self._full_target * self.scaler.schedule * self.requested_scale**2
 
     @property
     def _full_target(self) -> float:

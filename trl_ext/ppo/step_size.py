@@ -110,7 +110,7 @@ class LearningRateController:
     # The first row counts whose first number is below a KL ÷ what it should be. The second is the largest rise of the
     # factor in a rollout, once the target has been in reach; the third is the rise of the ceiling. The last row is the
     # most careful: a policy that does not move at all may be certain of everything
-    RISES = ((0.25, 1.5, 1.02), (0.01, 2.0, 1.1), (-math.inf, 1.1, 1.02))
+    RISES = ((0.25, 1.5, 1.02), (0.01, 2.0, 1.5), (-math.inf, 1.1, 1.02))
 
     def __init__(self, target: float, episodes: int = 64, kl_limit: float = math.inf, minibatches: int = 1):
         self.target = target * min(episodes / 64, max(1.0, episodes / 128), 2.0)

@@ -121,6 +121,20 @@ def test_pad_tokens(tmp_path, pad):
         assert rollouts[-1].rewards_per_func[i, 0].item() == pytest.approx(alone, abs=1e-5)
 
 
+@pytest.mark.parametrize("pad", [True, False])
+def test_a_completion_that_reaches_the_context_ends_there(tmp_path, pad):
+    """Without pad tokens, or an EOS where EOS pads. No check sees prompts that `reset` makes or `evaluate` gets."""
+    trainer = tiny_ppo(
+        tmp_path,
+        processing_class=tiny_tokenizer(pad=pad),
+        generation_kwargs={"suppress_tokens": [0, 2]},
+        allow_off_policy_sampling=True,
+    )
+    rollouts = collected(trainer)
+    trainer._generate_and_score_completions([{"prompt": "the " * 60}, {"prompt": "cat"}] * 4)
+    assert rollouts[0].lengths.tolist() == [4, 8] * 4 and not rollouts[0].finished.any()
+
+
 # ---- NaN ----
 
 

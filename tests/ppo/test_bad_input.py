@@ -46,6 +46,8 @@ WRONG = [
     ({"train_dataset": rows(prompt=["a"], completions=["x"])}, r"the columns \['completions'\]. .* by such names"),
     ({"eval_dataset": prompts(4), "per_device_eval_batch_size": 3, "num_generations": 2}, "3 completions"),
     ({"eval_dataset": {"a": prompts(4), "b": prompts(4)}, "metric_for_best_model": "reward"}, "eval_a_obj"),
+    ({"eval_dataset": {"eval": prompts(4)}, "metric_for_best_model": "reward"}, "eval_eval_obj"),
+    ({"train_dataset": prompts(7), "eval_dataset": {"train": prompts(8)}}, "has 7 prompts"),
     ({"value_model": tiny_reward_model(tiny_llama(20))}, "`value_model` has no embeddings for tokens"),
     ({"processing_class": tiny_tokenizer([*WORDS, "more", "words"])}, "but the tokenizer has higher ids"),
     ({"use_ref_model": False, "kl_coef": 0, "ref_model": tiny_llama()}, "`use_ref_model=False`"),

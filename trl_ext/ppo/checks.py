@@ -40,7 +40,7 @@ def check(args: PPOConfig, models: dict[str, Any], datasets: Datasets, agent: li
 
     Args:
         models: the trainer's arguments `model`, `value_model`, `ref_model` and each reward, by name.
-        datasets: names and datasets, "train" and those to evaluate on.
+        datasets: names and datasets, "train" and those to evaluate on, "eval" or "eval_…".
         agent: the names among `tools`, `environment_factory` and `rollout_func` that were given to the trainer.
         optimizer: the optimizer passed to the trainer in `optimizers`, if any.
     """
@@ -79,7 +79,7 @@ def check(args: PPOConfig, models: dict[str, Any], datasets: Datasets, agent: li
         (
             best and names.keys() - {"train", "eval"},
             "`eval_objective/scores` is not logged with a dict of eval datasets: choose one of "
-            f"{[f'eval_{name}_objective/scores' for name in names if name != 'train']} as `metric_for_best_model`.",
+            f"{[f'{name}_objective/scores' for name in names if name != 'train']} as `metric_for_best_model`.",
         ),
         (
             args.reward_normalization == "reference"

@@ -219,7 +219,9 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         reward_funcs, reward_processing_classes = rewards_and_tokenizers(
             reward_funcs, reward_processing_classes, processing_class
         )
-        evals = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
+        evals = {"eval": eval_dataset}
+        if isinstance(eval_dataset, dict):
+            evals = {f"eval_{name}": data for name, data in eval_dataset.items()}  # one may be named "train"
         datasets = [(name, data) for name, data in {"train": train_dataset, **evals}.items() if data is not None]
         agent_arguments = {"tools": tools, "environment_factory": environment_factory, "rollout_func": rollout_func}
         check(

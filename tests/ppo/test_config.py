@@ -8,7 +8,7 @@ from trl import GRPOConfig
 
 from tests.tiny import tiny_config, tiny_ppo
 from trl_ext import PPOConfig
-from trl_ext.ppo.config import REFUSED
+from trl_ext.ppo.config import REFUSED, logger
 from trl_ext.runs.settings import rules_of
 
 # Fields of GRPOConfig that work as documented, or that GRPOConfig itself refuses. A new upstream
@@ -84,6 +84,16 @@ def test_copies_of_a_config_are_equal_and_may_change(tmp_path):
     assert (changed.steps_per_generation, changed.generation_batch_size) == (10, 40)
     changed = dataclasses.replace(original, per_device_train_batch_size=2, gradient_accumulation_steps=1)
     assert (changed.num_mini_batches, changed.batch_size) == (3, 6)
+
+
+def test_a_rollout_size_that_is_not_used_is_reported(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(logger, "warning_once", said.append)
+    original = config(tmp_path, num_mini_batches=3)
+    dataclasses.replace(original)
+    assert not said
+    config(tmp_path, steps_per_generation=4, generation_batch_size=64)
+    assert "`steps_per_generation=4` and `generation_batch_size=64`" in said[0]
 
 
 def test_batch_arithmetic(subtests, tmp_path):

@@ -407,6 +407,11 @@ class PPOConfig(HidesCredentials, ReturnSettings, RunSettings, GRPOConfig):
         self._check(given, steps)
         if self.total_episodes is not None:
             self.max_steps = steps
+        if None not in given and given != (self.steps_per_generation, self.generation_batch_size):
+            logger.warning_once(
+                f"`steps_per_generation={given[0]}` and `generation_batch_size={given[1]}` are not used in PPO: with "
+                f"`num_mini_batches={self.num_mini_batches}` a rollout has {self.generation_batch_size} completions."
+            )
         without = [
             each.name for each in fields(self) if each.name in _OF_CRITIC and getattr(self, each.name) != each.default
         ]

@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -223,6 +224,14 @@ def test_a_checkpoint_that_could_not_be_written_is_not_the_best(tmp_path):
     assert before == [(str(tmp_path / "checkpoint-2"), 2.0)]
     assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-4")
     torch.testing.assert_close(dict(trainer.model.named_parameters()), weights, rtol=0, atol=0)
+
+
+def test_the_first_process_says_whether_the_last_step_is_saved(monkeypatch):
+    """Another machine may have no marker, and would wait alone in the collectives of saving."""
+    state, args = SimpleNamespace(global_step=3), SimpleNamespace(output_dir="elsewhere")
+    process = SimpleNamespace(state=state, args=args, _check_saving=lambda wait: None)
+    monkeypatch.setattr(saving, "on_first", lambda function, *args: {"files": {}})
+    assert saving.BackgroundSaving._save_last_step(process) == "elsewhere/checkpoint-3"
 
 
 @pytest.mark.slow

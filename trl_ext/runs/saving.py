@@ -158,10 +158,10 @@ class BackgroundSaving(_Trainer):
             return None
         checkpoint = os.path.join(self.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         self._check_saving(wait=True)  # a save may be under way
-        if read_marker(checkpoint) is None:
+        if on_first(read_marker, checkpoint) is None:  # other machines may not see it
             self._save_checkpoint(self.model_wrapped, None)
             self._check_saving(wait=True)
-        return checkpoint if read_marker(checkpoint) else None
+        return checkpoint if on_first(read_marker, checkpoint) else None
 
     def _save_own_state(self, checkpoint: str) -> None:
         """Override to save more into `checkpoint`: on all processes, before the marker, unless `save_only_model`."""

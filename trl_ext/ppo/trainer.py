@@ -320,8 +320,6 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         )
         self._step_sums: list[Tensor] = []  # of the minibatch's micro-batches
         self._unscored = 0  # rollouts in a row without a score
-        self._seen_step = 0  # `_step` when the Trainer last asked whether to log, save or evaluate
-        self._waiting: set[str] = set()  # requests that wait for the end of the rollout
 
         if environment_factory is None:  # else what `reset` says is known in the rollout only
             readers = {"policy": self._loader.policy}
@@ -916,8 +914,7 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         )
         self._actor_critic.train_adapters()  # what is frozen now, the optimizer would leave out
         self._step, self._buffered_inputs = 0, None  # unless a checkpoint is loaded
-        self._seen_step = 0
-        self._waiting.clear()
+        self._seen_step = 0  # `_step` when the Trainer last asked whether to log, save or evaluate
         self.metrics.episodes_at_start = self.metrics.episodes
         self._last_loaded_step = -1  # so vLLM is sent the weights, also if a checkpoint has the same step
         if self.args.rollouts_ahead:
@@ -955,38 +952,14 @@ class PPOTrainer(ResumableRun, RolloutTrainer):
         looks_back = self.args.steps_per_rollout == 1 and self.args.step_kl_target
         if is_new and looks_back and not self._warms_up(self._step - 1):
             self._measure_single_step()
-        # A checkpoint holds no half-trained rollout: it waits for the rollout's end. So does a stop, and the
-        # evaluation that says whether the checkpoint is the best one
-        stops = ["should_training_stop", "should_epoch_stop"]
-        others = ["should_save"]
-        if self.args.load_best_model_at_end or self.args.save_strategy == "best":
-            others.append("should_evaluate")
-        self._defer(stops + others)
         super()._maybe_log_save_evaluate(*args, **kwargs)
-        self._defer(stops)  # of callbacks that were called in between
-
-    def _defer(self, names: list[str]) -> None:
-        """Put off requests (`names` of fields of `control`) while a rollout is half trained; grant them at its end."""
-        for name in names:
-            is_asked = getattr(self.control, name) or name in self._waiting
-            if is_asked and self._must_wait:
-                self._waiting.add(name)
-            else:
-                self._waiting.discard(name)
-            setattr(self.control, name, is_asked and not self._must_wait)
 
     @property
     def _must_wait(self) -> bool:
-        """Return whether a rollout is half trained, in a run that continues."""
+        """Return whether a rollout is half trained, which no checkpoint holds, in a run that continues."""
         is_half = self._step % self._micro_steps_per_rollout != 0
         is_last = self.state.global_step >= self.state.max_steps
         return is_half and not is_last and not saving_forbidden(self.state)
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        if self._must_wait:  # a callback has asked for it since the step ended
-            self._waiting.add("should_save")
-            return
-        super()._save_checkpoint(model, trial)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """Save the policy to `output_dir` (None: the run's folder), and the critic to `critic/` in it."""

@@ -154,6 +154,7 @@ class ResumableRun(AgreedControl, BackgroundSaving):
             if not self._facts:  # only at the first call: training changes what was passed in
                 self._facts = from_first(self._run_facts())  # FSDP may load weights on the first process alone
             self._settings = fingerprint(self.args, **self._facts)
+            self._waiting = set()
             on_first(self._prepare_folder, resume_from_checkpoint)
             checkpoint, self._is_changed, self._size = on_first(self._find_checkpoint, resume_from_checkpoint)
             if checkpoint is not None:

@@ -1,6 +1,7 @@
 """Share callbacks' requests among processes, and record that a monitor ended a run."""
 
 import json
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,8 @@ import torch
 
 from .files import whole_file
 
-_REQUESTS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
+_STOPS = ("should_training_stop", "should_epoch_stop")
+_REQUESTS = (*_STOPS, "should_save", "should_evaluate", "should_log")
 _KL_SCALE, _RATE_SCALE = "trl_ext_kl_scale", "trl_ext_rate_scale"  # pending requests in `state.stateful_callbacks`
 
 
@@ -27,23 +29,42 @@ class AgreedControl:
     """
 
     accelerator: Any
+    args: Any
     control: Any
+    _waiting: set[str]  # requests that were put off, fields of `control`; `ResumableRun.train` sets it
+
+    @property
+    def _must_wait(self) -> bool:
+        """Override to put off requests to stop and to save: they are granted as soon as this is False."""
+        return False
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        is_asked = self._agree()
+        deferred = {*_STOPS, "should_save"}
+        if self.args.load_best_model_at_end or self.args.save_strategy == "best":
+            deferred.add("should_evaluate")  # it says whether the checkpoint is the best one
+        is_asked = self._agree(deferred)
         super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
         if is_asked:
-            self._agree()
+            self._agree({*_STOPS})  # of callbacks that were called in between
 
-    def _agree(self) -> bool:
-        """Share requests: what any process requests, all processes request; return whether there is any request."""
-        asked = [getattr(self.control, name) for name in _REQUESTS]
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if self._must_wait:  # a callback has asked for it since the step ended
+            self._waiting.add("should_save")
+        else:
+            super()._save_checkpoint(model, trial)  # type: ignore[misc]
+
+    def _agree(self, deferred: set[str]) -> bool:
+        """Share what any process requests, put off what is `deferred` and must wait; return whether any is left."""
+        asked = [getattr(self.control, name) or name in self._waiting & deferred for name in _REQUESTS]
         if self.accelerator.num_processes > 1:
             everyones = torch.tensor(asked, dtype=torch.int32, device=self.accelerator.device)
             asked = (self.accelerator.reduce(everyones, reduction="sum") > 0).tolist()
-            for name, value in zip(_REQUESTS, asked, strict=True):
-                setattr(self.control, name, value)
-        return any(asked)
+        requests = set(compress(_REQUESTS, asked))
+        put_off = requests & deferred if self._must_wait else set()
+        self._waiting = self._waiting - deferred | put_off
+        for name in _REQUESTS:
+            setattr(self.control, name, name in requests - put_off)
+        return requests != put_off
 
 
 def request_kl_scale(state: Any, factor: float) -> None:

@@ -293,15 +293,15 @@ class CanaryCallback(MonitorCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         super().on_train_begin(args, state, control, **kwargs)
-        self._sing(state, control)
+        self._answer_prompts(state, control)
 
     def on_step_end(self, args, state, control, **kwargs):
         if from_first(time.monotonic() - self._last >= 60 * self.minutes):  # each process has a clock of its own
             self._begin(args, state, {})
-            self._sing(state, control)
+            self._answer_prompts(state, control)
         super().on_step_end(args, state, control, **kwargs)
 
-    def _sing(self, state: Any, control: Any) -> None:
+    def _answer_prompts(self, state: Any, control: Any) -> None:
         self._last = time.monotonic()
         columns = generate_completions(self.trainer, self.prompts, self.max_new_tokens)
         try:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 _TEXTS = ("messages", "prompt", "completion", "chosen", "rejected")
 
 
-def say(sentence: str) -> None:
+def print_on_first(sentence: str) -> None:
     """Print a sentence, only on the first process."""
     if os.environ.get("RANK", "0") == "0":
         print(sentence)
@@ -180,7 +180,7 @@ def answers_alone(dataset: Any, name: str, columns: Sequence[str] = _TEXTS[1:]) 
         if not count:
             return dataset
         rows = f"{count:,} of {len(dataset):,} rows"
-        say(f"{name}: in {rows} a prompt is cut from completions, or text becomes a message.")
+        print_on_first(f"{name}: in {rows} a prompt is cut from completions, or text becomes a message.")
     return dataset.map(_alone, fn_kwargs={"columns": found, "also_texts": also_texts})
 
 

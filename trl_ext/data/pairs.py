@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from datasets import Dataset
 
-from .messages import has_content, is_text, one_form, rows_of, say
+from .messages import has_content, is_text, one_form, print_on_first, rows_of
 
 # Columns that a batch may have besides TRL's own. They are taken out again, since TRL would pass them to the model
 PAIR_COLUMNS = ("margin", "confidence", "weight", "source")
@@ -44,7 +44,7 @@ def usable_pairs(dataset: Dataset, name: str, drop: bool = False) -> Dataset:
     if not drop or len(wrong) == len(dataset):
         otherwise = "" if len(wrong) == len(dataset) else ", or set `drop_unusable_pairs`"
         raise ValueError(f"{message} (first row {wrong[0]}): correct them{otherwise}.")
-    say(f"{message}: left out.")
+    print_on_first(f"{message}: left out.")
     return dataset.select(np.setdiff1d(np.arange(len(dataset)), wrong))
 
 

@@ -15,7 +15,7 @@ from scipy.sparse.csgraph import connected_components
 from ..evaluation.words import text_hash
 from ..runs.files import finite, write_text
 from ..runs.package_files import find
-from .messages import say
+from .messages import print_on_first
 from .trained import pair_hashes, prompt_hashes
 
 _BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
@@ -171,10 +171,10 @@ def hold_out_prompts(dataset: Dataset, eval_size: int, seed: int) -> tuple[Datas
     rows = np.argsort(np.argsort(order)[groups], kind="stable")
     held = is_held[groups[rows]]
     if is_one:
-        say(f"All {len(rows):,} rows have the same prompt, so held-out and training rows share it.")
+        print_on_first(f"All {len(rows):,} rows have the same prompt, so held-out and training rows share it.")
     elif len(sizes) < len(rows):
         of = f"{is_held.sum():,} of the {len(sizes):,} prompts"
-        say(f"`eval_size` {eval_size:,}: held out {held.sum():,} of {len(rows):,} rows, all rows of {of}.")
+        print_on_first(f"`eval_size` {eval_size:,}: held out {held.sum():,} of {len(rows):,} rows, all rows of {of}.")
     return dataset.select(rows[~held]), dataset.select(rows[held])
 
 

@@ -138,7 +138,7 @@ class RolloutTrainer(GRPOTrainer):
             super()._generate_and_score_completions(inputs)
         finally:
             for function in self.reward_funcs:
-                function.forget()
+                function.drop_started()
         return self._rollout()
 
     # ---- Completions ----

@@ -100,7 +100,7 @@ class CheckedReward:
             self._started = Started(nan_scorer_of(self.function), **kwargs)
             self._waiting = waiting
 
-    def forget(self) -> None:
+    def drop_started(self) -> None:
         """Drop the call that `start` began, so that its result is not waited for."""
         self._started = None
 

@@ -809,7 +809,7 @@ class PPOTrainer(PPOCheckpoints):
         with (
             untouched_rng(self.accelerator, self.args),
             self.metrics.untimed(),
-            self._evaluating(EvaluationRows(total)),
+            self._evaluation_state(EvaluationRows(total)),
         ):
             output = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
@@ -826,7 +826,7 @@ class PPOTrainer(PPOCheckpoints):
         return output
 
     @contextmanager
-    def _evaluating(self, rows: EvaluationRows) -> Iterator[None]:
+    def _evaluation_state(self, rows: EvaluationRows) -> Iterator[None]:
         """Set what counts rows, and environments of evaluation's own, within the `with` block."""
         self._evaluation = rows
         # TRL's profiling writes to Trackio, which transformers has closed by the evaluation after training

@@ -226,7 +226,7 @@ class RolloutsAhead:
                 self.sync_weights()
             for n in new:
                 self.pending[n] = rollout = PendingRollout(number, self.prompts_of(n))
-                self._generate(rollout, partial(_put_aside, rollout))
+                self._generate(rollout, partial(_send_in_thread, rollout))
         self._wait_for([self.pending[number]], step)
         rollout = self.pending.pop(number)
         if rollout.prompts != prompt_ids:
@@ -270,7 +270,7 @@ class RolloutsAhead:
             )
 
 
-def _put_aside(rollout: PendingRollout, generate: Callable, **kwargs: Any) -> dict[str, Any]:
+def _send_in_thread(rollout: PendingRollout, generate: Callable, **kwargs: Any) -> dict[str, Any]:
     """Send the request of `rollout` by `generate` in a thread, and return empty completions at once."""
     rollout.output = in_daemon(generate, **kwargs)
     return {

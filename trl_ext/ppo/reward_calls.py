@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import TrainerState
 
 from ..rewards.background import Started, awaited, runs_in_background
-from ..rewards.member import RewardFailed, failed_rows, nan_scorer_of
+from ..rewards.member import RewardFailed, failed_rows, scorer
 from ..rewards.scores import by_token, finite_number, is_by_token, scores_in
 
 
@@ -97,7 +97,7 @@ class CheckedReward:
         self.token_scores = []
         self.failed = []
         if self.in_background:
-            self._started = Started(nan_scorer_of(self.function), **kwargs)
+            self._started = Started(scorer(self.function), **kwargs)
             self._waiting = waiting
 
     def drop_started(self) -> None:
@@ -111,7 +111,7 @@ class CheckedReward:
                     returned = self._started.result(kwargs["log_metric"], kwargs["log_extra"])
             else:
                 with self.around():
-                    function = nan_scorer_of(self.function)
+                    function = scorer(self.function)
                     returned = awaited(function(prompts=prompts, completion_ids=completion_ids, **kwargs))
             return self._checked(returned, completion_ids)
         except Exception as error:

@@ -86,7 +86,7 @@ class Member(MarksFailures):
         """
         kwargs = {"prompts": prompts, "completions": completions, "log_metric": log_metric, **kwargs}
         try:
-            scores = scores_in(awaited(nan_scorer_of(self.function)(**kwargs)), len(completions))
+            scores = scores_in(awaited(scorer(self.function)(**kwargs)), len(completions))
             outcomes = [
                 FAILED if failed else number_or_error(score, f"completion {row}")
                 for row, (score, failed) in enumerate(zip(scores, failed_rows(self.function, scores), strict=True))
@@ -96,26 +96,26 @@ class Member(MarksFailures):
         return with_failures_as_nan(self.name, outcomes, self.on_error, log_metric)
 
 
-def marks_failures(function: Any) -> bool:
+def returns_nan(function: Any) -> bool:
     """Return whether a reward function marks failed rows by NaN, see [`MarksFailures`]."""
     return isinstance(function, MarksFailures) and function.marks_failures
 
 
-def nan_scorer_of(function: Any) -> Callable:
+def scorer(function: Any) -> Callable:
     """Return the function to call for scores: `scores_or_nan` of a [`MarksFailures`], else the reward function."""
-    return function.scores_or_nan if marks_failures(function) else function
+    return function.scores_or_nan if returns_nan(function) else function
 
 
 def failed_rows(function: Callable, scores: Sequence[Any]) -> list[bool]:
     """
     Return for each of the `scores` whether the reward function failed on that row. The scores are those that the
-    function from [`nan_scorer_of`] returned.
+    function from [`scorer`] returned.
 
     A [`MarksFailures`] marks failed rows by NaN. Any other function gives a failed row None if it, or a reward that it
     holds, has `on_error="skip"`. This None looks like "does not apply", so every None that such a function returns
     counts as a failure.
     """
-    if marks_failures(function):
+    if returns_nan(function):
         return list(map(is_nan, scores))
     skips = "skip" in [getattr(each, "on_error", "") for each in (function, *rewards_within(function))]
     return [skips and score is None for score in scores]

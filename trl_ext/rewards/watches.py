@@ -19,7 +19,7 @@ from ..upstream.names import get_callable_name
 from ..upstream.packages import hide_none_logged
 from .background import awaited
 from .completions import record_completions, recording_folder, text_of
-from .member import MarksFailures, checked_name, marks_failures, nan_scorer_of
+from .member import MarksFailures, checked_name, returns_nan, scorer
 from .scores import log_to, of_rows, scores_in, total_of, without_failures
 
 
@@ -217,7 +217,7 @@ class ScoreWatch(MarksFailures, Watch):
         The arguments are those of a reward function; `trainer_state`, TRL's, may be None.
         """
         arguments = {"log_metric": log_metric, "trainer_state": trainer_state, **kwargs}
-        returned = awaited(nan_scorer_of(self.reward)(prompts=prompts, completions=completions, **arguments))
+        returned = awaited(scorer(self.reward)(prompts=prompts, completions=completions, **arguments))
         scores = list(map(total_of, returned))
         values = torch.tensor([score for score in scores if score is not None], dtype=torch.float64)
         values = values[values.isfinite()]
@@ -231,7 +231,7 @@ class ScoreWatch(MarksFailures, Watch):
 
     @property
     def marks_failures(self) -> bool:
-        return marks_failures(self.reward)
+        return returns_nan(self.reward)
 
 
 def score_watch(reward: Any, **kwargs: Any) -> ScoreWatch:

@@ -81,13 +81,14 @@ class RowMeans:
             if isinstance(value, Tensor) and value.ndim and len(value) in (size, size * self._rows_per_example):
                 # A process with copies alone runs the model on one of them, since others may wait for it
                 inputs[name] = torch.cat([part[: max(rows, 1)] for part in value.split(size)])
+        # So TRL logs the mean over this process's rows, which are counted below
         local = {"gather": lambda value: value, "gather_for_metrics": lambda value: value}
         with temporarily(self.accelerator, **local):
             loss, *outputs = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]
         tokens = self._tokens(inputs)
         for name, (*_, mean) in {"loss": [loss], **self._metrics["eval"]}.items():
             parts = [self._evaluated.get(name, empty_moments(self.accelerator.device))]
-            if rows:
+            if rows:  # count, mean, M2, minimum and maximum, see `moments`: TRL gives only the mean of the rows
                 parts += [parts[0].new_tensor([tokens.get(name, rows), mean, 0, mean, mean])]
             self._evaluated[name] = merge_moments(torch.stack(parts))
         self._metrics["eval"].clear()

@@ -161,6 +161,7 @@ class DPOTrainer(RecordedRun, trl.DPOTrainer):
                     seen.append(self._observe_pairs(batch, columns, ours, outputs.log_probs))
                 return outputs
 
+            # `precompute_ref_logps`: TRL then reads the reference's log-probs from the batch, which now has them.
             # Within the block, `self.beta` may hold a β for each pair; after it, `self.beta` is a number again
             with temporarily(self, beta=self.beta, loss_weights=others, precompute_ref_logps=True):
                 result = super()._compute_loss(tapped, batch, return_outputs)

@@ -47,9 +47,7 @@ def preference_logits(
     DPOP's lambda penalises chosen completions that become less likely, Pal et al. 2024, arXiv:2402.13228.
 
     Args:
-        chosen_logratios: (B,), r_c, nats, log-prob of the chosen completion under the policy minus under the
-            reference.
-        rejected_logratios: (B,), r_r, nats, the same difference for the rejected completion.
+        chosen_logratios, rejected_logratios: (B,), r_c and r_r, nats.
         beta: scalar or (B,), 1 / nats.
         offset: (B,), margin in logits that the chosen completion must win by; None for 0.
         dpop_lambda: lambda, dimensionless; 0 for no penalty.
@@ -94,9 +92,7 @@ def preference_drift(chosen_logratios: Tensor, rejected_logratios: Tensor) -> Te
     This does not estimate a KL, since the policy did not sample the completions.
 
     Args:
-        chosen_logratios: (B,), r_c, nats, log-prob of the chosen completion under the policy minus under the
-            reference.
-        rejected_logratios: (B,), r_r, nats, the same difference for the rejected completion.
+        chosen_logratios, rejected_logratios: (B,), r_c and r_r, nats.
 
     Returns:
         (B,), nats per sequence.
@@ -111,9 +107,7 @@ def displaced(chosen_logratios: Tensor, rejected_logratios: Tensor) -> Tensor:
     This is likelihood displacement, Razin et al. 2024, arXiv:2410.08847.
 
     Args:
-        chosen_logratios: (B,), r_c, nats, log-prob of the chosen completion under the policy minus under the
-            reference.
-        rejected_logratios: (B,), r_r, nats, the same difference for the rejected completion.
+        chosen_logratios, rejected_logratios: (B,), r_c and r_r, nats.
 
     Returns:
         (B,) bool.

@@ -120,6 +120,10 @@ class Histories:
         some = next(filter(None, found), None)
         if some is None or new >= width:
             return
+        # The cache gets the columns before the last `new`, here with width 8 and new 3 (P pad, S stored, N read now):
+        #   8 tokens, 5 stored:  S S S S S | N N N
+        #   5 tokens, 4 stored:  P P P S S | N N N  the last two stored ones are read again
+        #   2 tokens, 0 stored:  P P P P P | P N N
         for number in range(len(some.layers)):
             rows = [
                 [

@@ -163,7 +163,8 @@ class PPOCheckpoints(ResumableRun, RolloutTrainer):
         if checkpoint is None:
             return
         state = torch.load(self._state_file(checkpoint), map_location="cpu", weights_only=True)
-        # In the middle of a rollout only the end of a run is saved: what resumes it samples the rollout again
+        # Checkpoints fall on a rollout's end, but for the last one of a run whose steps are no multiple. Resumed with
+        # more steps, such a run samples that rollout again
         self._step = self.state.global_step // self.args.steps_per_rollout * self._micro_steps_per_rollout
         for name in _WITH_STATE:
             getattr(self, name).load_state_dict(state[name])

@@ -258,6 +258,9 @@ class RolloutTrainer(GRPOTrainer):
 
     def _tool_call_loop(self, *args: Any, **kwargs: Any) -> tuple:
         """Let TRL run the turns after the first; then keep generating until each process has had its last one."""
+        # Where processes generate together, each of these turns begins with `_agree_on_rows` on all processes: in
+        # `_generate_single_turn` on those that have rows left, and below, with 0, on the others. Then each calls
+        # `generate` as often as the one with most rows. If the most is 0, all have ended
         self._collection.calls.turn = 0  # also of a `rollout_func`, which has sampled the first turn by itself
         output = super()._tool_call_loop(*args, **kwargs)
         while self._generates_together and self._agree_on_rows(0):  # other processes have more turns than this one
@@ -310,7 +313,7 @@ class RolloutTrainer(GRPOTrainer):
         given = zip(inputs, collection.prompt_ids, collection.finished, strict=True)
         rows = [{**row, "prompt_ids": prompt_ids, "finished": finished} for row, prompt_ids, finished in given]
 
-        # As TRL's are
+        # What TRL's `_calculate_rewards` makes, too, but only once the models have run
         columns = {key: [row[key] for row in rows] for key in rows[0] if key not in ("prompt", "completion")}
         if self.environments is not None:
             columns["environments"] = self.environments

@@ -292,26 +292,26 @@ class PPOMetrics:
             report["val/explained_variance"] = explained_variance(residuals, returns).item()
         for name, value in moments.items():
             count, mean, _, minimum, maximum = value.tolist()
+            std = standard_deviation(value).item()
             if name.startswith("completions/") and name.endswith("length"):
                 topic = name.removeprefix("completions/")
-                spread = standard_deviation(value).item()
-                for statistic, number in (("mean", mean), ("std", spread), ("min", minimum), ("max", maximum)):
+                for statistic, number in {"mean": mean, "std": std, "min": minimum, "max": maximum}.items():
                     report[f"completions/{statistic}_{topic}"] = number if count else 0.0
             elif not count:
                 continue
             elif name.startswith("rewards/"):
-                report |= {f"{name}/mean": mean, f"{name}/std": standard_deviation(value).item()}
+                report |= {f"{name}/mean": mean, f"{name}/std": std}
             elif mode == "eval" and name == "objective/num_unscored":
                 report[name] = mean * count / self.accelerator.num_processes
             elif name == "sampling/importance_sampling_ratio":
                 report |= {f"{name}/mean": mean, f"{name}/min": minimum, f"{name}/max": maximum}
                 report["sampling/ess"] = effective_sample_size(value).item()
             elif name in ("policy/entropy_std", "loss/value_std"):
-                report[name] = standard_deviation(value).item()
+                report[name] = std
             else:
                 report[name] = mean
             if name in ("objective/scores", "objective/kl"):
-                report[f"{name}_std"] = standard_deviation(value).item()
+                report[f"{name}_std"] = std
             if name == "sampling/logprob_difference":
                 report[f"{name}_max"] = max(-minimum, maximum)
             if name == "val/ratio":

@@ -22,7 +22,7 @@ def test_within_a_step_the_optimizer_has_the_scaled_learning_rates():
     optimizer = torch.optim.SGD([{"params": [w], "lr": rate} for w, rate in zip(weights, (1.0, 10.0), strict=True)])
     controller = LearningRateController(0.05)
     for _ in range(2):  # attached once
-        controller.attach(optimizer)
+        controller.scaler.attach(optimizer)
 
     def step():
         for weight in weights:
@@ -35,7 +35,7 @@ def test_within_a_step_the_optimizer_has_the_scaled_learning_rates():
     controller.is_on = False
     assert step() == [1.0, 10.0]
     fixed = LearningRateController(0.0)
-    fixed.attach(optimizer)
+    fixed.scaler.attach(optimizer)
     fixed.scale(0.5)
     assert step() == [0.5, 5.0]
 
@@ -136,7 +136,7 @@ def test_steps_that_drop_tokens_are_taken_back():
     optimizer = torch.optim.AdamW([weight], lr=1.0)
     controller = LearningRateController(0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 if step < 40 else 0.2)
-    controller.attach(optimizer)
+    controller.scaler.attach(optimizer)
     places, kls = [weight.detach().clone()], []
     for taken in range(44):
         dropped = 20.0 if taken in (40, 41) else 0.0  # as if ten tokens were no longer sampled
@@ -156,7 +156,7 @@ def test_steps_that_drop_tokens_are_taken_back():
 def test_a_step_is_taken_back_only_where_the_optimizer_can_repeat_it(kind):
     weight = torch.nn.Parameter(torch.zeros(1))
     controller, optimizer = LearningRateController(0.1), kind([weight])
-    controller.attach(optimizer)
+    controller.scaler.attach(optimizer)
     for taken, kl in enumerate((0.0, 99.0)):
         controller.observe(StepSums(kl, 10.0, 1.0, 1.0), taken, 4)
         weight.grad = torch.ones(1)
@@ -168,7 +168,7 @@ def test_a_step_is_taken_back_only_where_the_optimizer_can_repeat_it(kind):
 def test_steps_that_the_loss_scaler_skips_do_not_raise_the_factor(fused):
     weight = torch.nn.Parameter(torch.zeros(1))
     controller, optimizer = LearningRateController(0.1), torch.optim.AdamW([weight], fused=fused)
-    controller.attach(optimizer)
+    controller.scaler.attach(optimizer)
     scaler, factors = torch.amp.GradScaler("cpu"), []
     for taken in range(6):
         controller.observe(StepSums(1e-5, 10.0, 1.0, 1.0), taken, 32)  # so much by rounding alone
@@ -222,7 +222,7 @@ def test_the_logged_learning_rate_is_the_one_used(shape, tmp_path):
 
     class Reads(TrainerCallback):
         def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
-            trainer.learning_rate_controller.attach(optimizer)  # so that its hook runs first
+            trainer.learning_rate_controller.scaler.attach(optimizer)  # so that its hook runs first
             optimizer.optimizer.register_step_pre_hook(
                 lambda optimizer, *_: used.append(optimizer.param_groups[0]["lr"])
             )
@@ -240,7 +240,7 @@ def test_a_schedule_and_a_callback_shrink_the_target(tmp_path):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=10.0)
     for schedule, requested_scale, target in ((0.1, 1.0, 0.005), (1.0, 0.1, 0.0005)):
         controller = LearningRateController(0.05)
-        controller.attach(optimizer)
+        controller.scaler.attach(optimizer)
         optimizer.param_groups[0] |= {"initial_lr": 10.0, "lr": 10.0 * schedule}
         controller.factor, controller.requested_scale = 1.0, requested_scale
         controller.observe(StepSums(0.0, 1.0, 1.0, 1.0), 0, 1)

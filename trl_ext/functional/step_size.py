@@ -12,7 +12,7 @@ LARGEST_CHANGE = 10.0  # one step changes a learning rate by at most this factor
 
 
 def step_kl_sums(logprobs: Tensor, old_logprobs: Tensor, entropies: Tensor, actions: Tensor) -> Tensor:
-    """Sum the KL by which updates have moved the policy, and the number of choices that the policy had.
+    """Sum the KL of the updates so far over tokens or turns, and count the policy's choices among them.
 
     The number of choices is Σ min(1, H / ln 2): an action with an entropy H of one bit or more is one choice, a
     certain action is none. So tokens without an alternative, such as those of a format, do not lower the mean

@@ -89,7 +89,7 @@ class PPOCheckpoints(ResumableRun, RolloutTrainer):
 
     @property
     def _must_wait(self) -> bool:
-        """Return whether a rollout is half trained, which no checkpoint holds, in a run that continues."""
+        """Return whether a rollout is half trained, and the run continues: a checkpoint cannot hold such a rollout."""
         is_half = self._step % self._micro_steps_per_rollout != 0
         is_last = self.state.global_step >= self.state.max_steps
         return is_half and not is_last and not saving_forbidden(self.state)
@@ -120,7 +120,7 @@ class PPOCheckpoints(ResumableRun, RolloutTrainer):
         self._load_models(super()._load_best_model, best, self.is_fsdp_enabled or self.is_deepspeed_enabled)
 
     def _load_models(self, load: Callable[[], None], checkpoint: str, loads_all: bool) -> None:
-        """Load policy and critic. `load`, the Trainer's method, `loads_all`, or only a policy without adapters."""
+        """Load policy and critic. The Trainer's `load` `loads_all` of them, or else only a policy without adapters."""
         if loads_all:
             with self._without_base():
                 return load()

@@ -230,10 +230,11 @@ class RolloutTrainer(GRPOTrainer):
                 with temporarily(self.generation_config, max_new_tokens=1):
                     for _ in range(len(chunks), math.ceil(self._collection.most_rows / size)):
                         generate(padding, *args, **kwargs)
-            # A row that reaches the context before others ends there, and what follows is padding
+            # A row ends where the context does; what `generate` returns beyond it is padding
             context = context_of(self._actor_critic.policy)
-            rooms = [max(1, min(longest, context - len(ids))) for ids in prompt_ids]
-            completion_ids = [ids[:room] for ids, room in zip(completion_ids, rooms, strict=True)]
+            completion_ids = [
+                ids[: max(1, context - len(prompt))] for ids, prompt in zip(completion_ids, prompt_ids, strict=True)
+            ]
             return completion_ids, None if recorder is None else recorder.take(completion_ids)
 
     def _tokens_left(self, prompt_ids: list[list[int]]) -> int:

@@ -12,7 +12,7 @@ from ..functional import learning_rate_factor, step_kl
 
 class StepSums(NamedTuple):
     """
-    Hold sums over a minibatch of all processes: the two of [`step_kl_sums`], |advantage|, and completions.
+    Hold sums over a minibatch of all processes: the two of [`step_kl_sums`], |advantage|, and the completions' number.
     """
 
     kl: float
@@ -73,14 +73,18 @@ class StepScaler:
     def can_undo(self) -> bool:
         """Return whether the optimizer repeats its last step if it gets no gradient."""
         name = type(self.optimizer).__name__
-        group = self.optimizer.param_groups[0] if self.optimizer is not None else {}
-        return "Adam" in name and "NAdam" not in name and "Free" not in name and group.get("betas", (0.0,))[0] > 0
+        momentum = self._first_group.get("betas", (0.0,))[0]
+        return "Adam" in name and "NAdam" not in name and "Free" not in name and momentum > 0
 
     @property
     def schedule(self) -> float:
         """Return the present scheduled learning rate divided by the initial one; 1 without a schedule."""
-        group = self.optimizer.param_groups[0] if self.optimizer is not None else {}
+        group = self._first_group
         return group["lr"] / group["initial_lr"] if group.get("initial_lr") else 1.0
+
+    @property
+    def _first_group(self) -> dict[str, Any]:
+        return self.optimizer.param_groups[0] if self.optimizer is not None else {}
 
 
 class LearningRateController:
@@ -107,9 +111,9 @@ class LearningRateController:
     # A step is undone if after it a minibatch's `kl` is above OVERSHOOT times its target and this; a token that the
     # policy no longer samples adds 2
     DROPPED_KL = 4.0
-    # The first row counts whose first number is below a KL ÷ what it should be. The second is the largest rise of the
-    # factor in a rollout, once the target has been in reach; the third is the rise of the ceiling. The last row is the
-    # most careful: a policy that does not move at all may be certain of everything
+    # Which row is used: the first whose first number is below KL ÷ what the KL should be. The second number is the
+    # largest rise of the factor in a rollout, once the target has been in reach; the third is the rise of the ceiling.
+    # The last row is the most careful: a policy that does not move at all may be certain of everything
     RISES = ((0.25, 1.5, 1.02), (0.01, 2.0, 1.5), (-math.inf, 1.1, 1.02))
 
     def __init__(self, target: float, episodes: int = 64, kl_limit: float = math.inf, minibatches: int = 1):
@@ -125,10 +129,6 @@ class LearningRateController:
         self._choices = 0.0  # of a completion, in the last pass
         self._sums: list[StepSums] = []  # of this rollout's minibatches
         self._used: list[float] = []  # factors of its steps; 0 for those that were taken back, and for taking back
-
-    def attach(self, optimizer: Any) -> None:
-        """Make an optimizer, wrapped by the accelerator or not, use the scaled learning rates in each step."""
-        self.scaler.attach(optimizer)
 
     @property
     def factor_in_use(self) -> float:
@@ -193,7 +193,7 @@ class LearningRateController:
         return bool(self.target and self.scaler.can_undo and sums.kl > limit)
 
     def _take_back(self, step: int) -> None:
-        """Let the next optimizer step undo a step, and keep the factor below half of the one that it had."""
+        """Let the next optimizer step undo an earlier one, and keep the factor below half of that step's factor."""
         if not self.scaler.undone:
             self.ceiling = min(self.ceiling, self._used[step] / 2)
         self.scaler.undone.append(step)

@@ -727,7 +727,7 @@ class PPOTrainer(PPOCheckpoints):
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         if self._step % self.args.gradient_accumulation_steps == 0:
             self._actor_critic.train_adapters()
-            self.learning_rate_controller.attach(self.optimizer)
+            self.learning_rate_controller.scaler.attach(self.optimizer)
             self.learning_rate_controller.is_on = not self._warms_up(self._step)
         with self.metrics.timed("update"):
             return super().training_step(model, inputs, num_items_in_batch)
@@ -827,7 +827,7 @@ class PPOTrainer(PPOCheckpoints):
 
     @contextmanager
     def _evaluation_state(self, rows: EvaluationRows) -> Iterator[None]:
-        """Set what counts rows, and environments of evaluation's own, within the `with` block."""
+        """Within the `with` block, count rows by `rows`, and use environments of the evaluation's own."""
         self._evaluation = rows
         # TRL's profiling writes to Trackio, which transformers has closed by the evaluation after training
         trackers = [name for name in self.args.report_to if name != "trackio" or trackio_is_open()]

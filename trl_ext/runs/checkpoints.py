@@ -234,8 +234,8 @@ class ResumableRun(AgreedControl, BackgroundSaving):
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
         scheduler = super().create_scheduler(*args, **kwargs)
-        # As the settings say; a checkpoint's optimizer, which DeepSpeed loads first of all, brings options of its own,
-        # such as the learning rate
+        # As the settings give them, such as the learning rate. A checkpoint's optimizer replaces them by its own, and
+        # DeepSpeed loads it first of all
         groups = getattr(self.optimizer, "param_groups", ())
         self._given_options = [{name: group[name] for name in group if name != "params"} for group in groups]
         return scheduler

@@ -233,7 +233,8 @@ class RolloutTrainer(GRPOTrainer):
             # A row ends where the context does; what `generate` returns beyond it is padding
             context = context_of(self._actor_critic.policy)
             completion_ids = [
-                ids[: max(1, context - len(prompt))] for ids, prompt in zip(completion_ids, prompt_ids, strict=True)
+                ids[: max(1, min(len(ids), context - len(prompt)))]
+                for ids, prompt in zip(completion_ids, prompt_ids, strict=True)
             ]
             return completion_ids, None if recorder is None else recorder.take(completion_ids)
 

@@ -181,11 +181,11 @@ def test_steps_that_the_loss_scaler_skips_do_not_raise_the_factor(fused):
 
 
 def test_the_kl_is_that_of_the_last_epoch():
-    """Each minibatch's KL is c · (sum of factors)². Some minibatches have mostly near-certain tokens."""
+    """Each minibatch's KL is c · (sum of factors)². In the second epoch the policy is certain of most tokens."""
     controller, used = LearningRateController(0.1, minibatches=4), []
     for taken, choices in enumerate([5.0, 0.5, 1.0, 9.0, 0.0, 3.0, 2.0, 7.0]):
         kl = 0.02 * sum(used) ** 2
-        sums = StepSums(kl * choices, choices, 1.0, 1.0)
+        sums = StepSums(kl * choices, choices if taken < 4 else choices / 10, 1.0, completions=choices)
         assert controller.observe(sums, taken, 8) == pytest.approx(kl)
         used.append(controller.factor)
     assert max(used) > 2 * min(used)

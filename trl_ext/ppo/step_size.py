@@ -95,7 +95,7 @@ class LearningRateController:
 
     Args:
         target: KL in nats per choice; 0 leaves the rates as they are. A choice is a token that the policy was not
-            certain of, as [`step_kl_sums`] counts it.
+            certain of, as [`step_kl_sums`] counts it in the first pass over a rollout.
         episodes: number of episodes n in a rollout, all processes. The target is multiplied by n/64 if n < 64, since
             the gradient is then noisier; by n/128 if n > 128, but at most by 2.
         kl_limit: largest KL at which a rollout's updates should end, in nats per completion. It lowers the target
@@ -106,10 +106,10 @@ class LearningRateController:
     FIRST_FACTOR = 0.1  # a first step at a rate that is far too high would be seen only afterwards
     BOUNDS = (0.01, 1000.0)  # of the factor
     # Both are measured in docs/studies/step_size.md, "Does a run fall?". A KL in the second half of a rollout that is
-    # OVERSHOOT times what it should be there sets a ceiling: half of the largest factor of this rollout
+    # OVERSHOOT times what it may be there sets a ceiling: half of the largest factor of this rollout
     OVERSHOOT = 4.0
     # A step is undone if after it a minibatch's `kl` is above OVERSHOOT times its target and this; a token that the
-    # policy no longer samples adds 2
+    # policy no longer samples adds 2, the most that one can
     DROPPED_KL = 4.0
     # Which row is used: the first whose first number is below KL ÷ what the KL should be. The second number is the
     # largest rise of the factor in a rollout, once the target has been in reach; the third is the rise of the ceiling.
@@ -126,7 +126,7 @@ class LearningRateController:
         self.ceiling = math.inf  # of the factor
         self.is_on = True  # off where the policy is not trained
         self.scaler = StepScaler(lambda: self.factor_in_use)
-        self._choices = 0.0  # of a completion, in the last pass
+        self._choices = 0.0  # of a completion, in the first pass
         self._sums: list[StepSums] = []  # of this rollout's minibatches
         self._used: list[float] = []  # factors of its steps; 0 for those that were taken back, and for taking back
 
@@ -175,11 +175,13 @@ class LearningRateController:
         else:
             self.scaler.undone = []
         self._sums.append(sums)
-        last = torch.tensor(self._sums[-self.minibatches :], dtype=torch.float64)  # one minibatch would be noisy
-        kls, choices, _, completions = last.T
-        moved = torch.tensor([0.0, *accumulate(self._used)][-len(last) :], dtype=torch.float64)
-        kl = step_kl(kls, choices, moved)
-        self._choices = float(choices.sum() / completions.sum().clamp(min=1e-6))
+        sums_so_far = torch.tensor(self._sums, dtype=torch.float64)
+        # Later passes find fewer choices if the policy has learned what to choose: that must not make its steps smaller
+        _, choices, _, completions = sums_so_far[: self.minibatches].sum(0)
+        self._choices = float(choices / completions.clamp(min=1e-6))
+        kls, _, _, completions = sums_so_far[-self.minibatches :].T  # one minibatch would be noisy
+        moved = torch.tensor([0.0, *accumulate(self._used)][-len(kls) :], dtype=torch.float64)
+        kl = step_kl(kls, self._choices * completions, moved)
         if self.present_target and moved[-1] and kl > 0 and sums.advantage > 0:
             self._adapt(kl, taken, steps)
         self.scaler.step = len(self._used)
@@ -189,7 +191,7 @@ class LearningRateController:
     def _went_too_far(self, sums: StepSums) -> bool:
         """Return whether the last step must be undone, since the policy has dropped tokens that it was certain of."""
         target = max(self.present_target, self._full_target / 10)  # where a schedule ends, rounding would count
-        limit = self.OVERSHOOT * target * sums.choices + self.DROPPED_KL
+        limit = self.OVERSHOOT * target * self._choices * sums.completions + self.DROPPED_KL
         return bool(self.target and self.scaler.can_undo and sums.kl > limit)
 
     def _take_back(self, step: int) -> None:
@@ -210,7 +212,7 @@ class LearningRateController:
         self.was_near_target |= in_second_half and ratio > 0.25
         _, rise, recovery = next(row for row in self.RISES if ratio > row[0])
         highest = self._used[0] * rise if self.was_near_target else self.BOUNDS[1]
-        if in_second_half and kl > self.OVERSHOOT * share**2 * self._full_target:
+        if in_second_half and kl > self.OVERSHOOT * share * self._full_target:
             self.ceiling = min(self.ceiling, max(self._used) / 2)
         highest = min(max(highest, self.factor), self.ceiling)  # a rise is limited, not undone
         self.factor = max(self.BOUNDS[0], min(factor, self.BOUNDS[1], highest))

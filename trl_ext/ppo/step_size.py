@@ -176,7 +176,7 @@ class LearningRateController:
             self.scaler.undone = []
         self._sums.append(sums)
         sums_so_far = torch.tensor(self._sums, dtype=torch.float64)
-        # Later passes find fewer choices if the policy has learned what to choose: that must not make its steps smaller
+        # Later passes find fewer choices where the policy has learned which to take: that must not slow it down
         _, choices, _, completions = sums_so_far[: self.minibatches].sum(0)
         self._choices = float(choices / completions.clamp(min=1e-6))
         kls, _, _, completions = sums_so_far[-self.minibatches :].T  # one minibatch would be noisy

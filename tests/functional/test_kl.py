@@ -81,7 +81,7 @@ def test_step_kl_does_not_count_near_certain_tokens():
     old, new = torch.tensor([[-1.0, -2.0, -9.0]]), torch.tensor([[-1.2, -1.6, 0.0]])
     entropies, actions = torch.tensor([[bit / 4, 3 * bit, 5.0]]), torch.tensor([[1, 1, 0]])
     sums = step_kl_sums(new, old, entropies, actions)
-    assert_close(sums, torch.tensor([2 * (1 - math.exp(-0.1)) ** 2 + 2 * (1 - math.exp(-0.2)) ** 2, 1.25]))
+    assert_close(sums, torch.tensor([2 * (1 - math.exp(-0.1)) ** 2 + 2 * (1 - math.exp(0.2)) ** 2, 1.25]))
     padded = [torch.cat([each, torch.zeros(1, 7).to(each)], dim=1) for each in (new, old, entropies)]
     assert_close(step_kl_sums(*padded, torch.cat([actions, torch.ones(1, 7).to(actions)], dim=1)), sums)
 

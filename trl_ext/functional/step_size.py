@@ -18,10 +18,10 @@ def step_kl_sums(logprobs: Tensor, old_logprobs: Tensor, entropies: Tensor, acti
     certain action is none. So tokens without an alternative, such as those of a format, do not lower the mean
     Σ kl / Σ choices.
 
-    With the log-ratio d of new to old probability, the kl of an action is 2 (1 − exp(−|d|/2))²: d²/2 for small steps,
-    as in the KL, and at most 2. Where the action has become less likely, it is 2 (1 − √r)² with r = exp(d), whose mean
-    over all actions is four times the squared Hellinger distance. Where r is above 1, that has no bound, and a single
-    rare action that has become likely would decide the mean.
+    With the ratio r of new to old probability, the kl of an action is min(2, 2 (1 − √r)²). Without the bound its mean
+    is an unbiased estimate of 2 Σ (√p − √p_old)², four times the squared Hellinger distance, which for small steps is
+    the KL. With it a single rare action that has become likely, as with r = 26 and so 34 nats, does not decide the
+    mean.
 
     Args:
         logprobs: (B, T), nats, of the actions under the policy now.
@@ -35,7 +35,7 @@ def step_kl_sums(logprobs: Tensor, old_logprobs: Tensor, entropies: Tensor, acti
     check_shapes(logprobs=logprobs, old_logprobs=old_logprobs, entropies=entropies, actions=actions)
     return torch.stack(
         [
-            masked_sum(2 * (1 - (-(logprobs - old_logprobs).abs() / 2).exp()).square(), actions),
+            masked_sum((2 * (1 - ((logprobs - old_logprobs) / 2).exp()).square()).clamp(max=2), actions),
             masked_sum((entropies / BIT).clamp(0, 1), actions),
         ]
     )

@@ -20,8 +20,7 @@ def step_kl_sums(logprobs: Tensor, old_logprobs: Tensor, entropies: Tensor, acti
 
     With the ratio r of new to old probability, the kl of an action is min(2, 2 (1 − √r)²). Without the bound its mean
     is an unbiased estimate of 2 Σ (√p − √p_old)², four times the squared Hellinger distance, which for small steps is
-    the KL. With it a single rare action that has become likely, as with r = 26 and so 34 nats, does not decide the
-    mean.
+    the KL. The bound keeps one rare action that has become likely from deciding the mean: r = 26 would be 34 nats.
 
     Args:
         logprobs: (B, T), nats, of the actions under the policy now.

@@ -209,7 +209,7 @@ class LearningRateController:
         factor = learning_rate_factor(self.factor, sum(self._used) / taken, kl, target, share)
         ratio = kl / (share**2 * target)
         in_second_half = 2 * taken >= steps
-        self.was_near_target |= in_second_half and ratio > 0.25
+        self.was_near_target |= kl > target / 4
         _, rise, recovery = next(row for row in self.RISES if ratio > row[0])
         highest = self._used[0] * rise if self.was_near_target else self.BOUNDS[1]
         if in_second_half and kl > self.OVERSHOOT * share * self._full_target:

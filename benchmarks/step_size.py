@@ -34,6 +34,8 @@ TUNED = {"own start": 1e-3, "turns": 1e-3, "noisy": 3e-3, "long": 3e-3, "dense":
 ARMS: dict[str, dict[str, Any]] = {
     "fixed": {"step_kl_target": 0.0},
     "default": {},
+    "fixed, with reference": {"step_kl_target": 0.0, "use_ref_model": True},  # its KL is measured, too
+    "default, with reference": {"use_ref_model": True},
     **{f"follows {target}": {"step_kl_target": target} for target in (0.02, 0.05, 0.1, 0.2)},
     "fixed, clip 0.2": {"step_kl_target": 0.0, "cliprange": 0.2},
     "default, clip 0.2": {"cliprange": 0.2},

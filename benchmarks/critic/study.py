@@ -228,6 +228,7 @@ def train(cell: str, method: dict[str, Any], rate: float, seed: int, rollouts: i
         "tokens": list(tokens),
         "seconds": [round(x, 2) for x in seconds],
         "scores": [round(x, 4) for x in scores],
+        "kl": [log["objective/kl"] for log in logs if "objective/kl" in log],
         "explained": [round(log["val/explained_variance"], 3) for log in logs if "val/explained_variance" in log],
         "weights": [round(log["val/baseline_weight"], 3) for log in logs if "val/baseline_weight" in log],
     }

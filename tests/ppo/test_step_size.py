@@ -62,15 +62,14 @@ def test_long_completions_have_a_part_of_the_kl_target(tmp_path):
     assert controller.present_target == controller.target
 
 
-def test_the_factor_rises_freely_until_the_target_is_in_reach():
-    """Afterwards by half near the target, at most to the double far below it, and hardly where the policy rests."""
+def test_the_factor_rises_freely_until_the_target_was_in_reach_and_then_by_half_in_a_rollout():
     controller, factors = LearningRateController(0.1), []
-    for kl in (0.001, 0.03, 0.01, 0.0001):  # the second KL is in reach
+    for kl in (0.001, 0.03, 0.01, 0.0):  # the second KL is in reach
         for taken in (0, 1):
             controller.observe(StepSums(kl, 1.0, 1.0, 1.0), taken, 1)
         factors.append(controller.factor)
     rises = [after / before for before, after in zip([0.1, *factors], factors, strict=False)]
-    assert rises == pytest.approx([10.0, 1.5, 2.0, 1.1])
+    assert rises == pytest.approx([10.0, (0.1 / 0.03) ** 0.5, 1.5, 1.0])
 
 
 @pytest.mark.parametrize("build", [tiny_ppo, pytest.param(tiny_lora_ppo, marks=pytest.mark.slow)])
@@ -109,25 +108,6 @@ def test_a_single_step_on_a_rollout_is_measured_after_it(tmp_path):
     assert seen == [0, 1] * 10  # also at the ends of data epochs
     target = trainer.learning_rate_controller.target
     assert target / 2 < statistics.fmean(logged(trainer, "policy/step_kl")[-5:]) < target * 2
-
-
-def test_a_learning_rate_that_overshot_returns_slowly():
-    """KL is c · factor², and c is a hundred times as large in each tenth rollout."""
-    controller, firsts, largest = LearningRateController(0.1), [], []
-    for rollout in range(30):
-        c, used = 1.0 if rollout % 10 == 9 else 0.01, []
-        for taken in range(4):
-            controller.observe(StepSums(c * sum(used) ** 2 / 16, 1.0, 1.0, 1.0), taken, 4)
-            used.append(controller.factor)
-        firsts.append(used[0])
-        largest.append(max(used))
-        if rollout == 19:
-            resumed = LearningRateController(0.1)
-            resumed.load_state_dict(controller.state_dict())
-            assert resumed.ceiling == controller.ceiling < 10
-    assert max(firsts[:10]) > 2  # the factor that suits nine rollouts of ten
-    for later in range(1, 5):
-        assert firsts[19 + later] < largest[19] / 2 * 1.03 * 1.5 ** (later - 1)
 
 
 def test_steps_that_drop_tokens_are_taken_back():
@@ -191,17 +171,17 @@ def test_the_kl_is_that_of_the_last_epoch():
     assert max(used) > 2 * min(used)
 
 
-def test_the_ceiling_of_a_temporary_overshoot_does_not_stay():
+def test_the_factor_comes_back_after_a_few_rollouts_in_which_the_policy_moved_far():
     """KL is c · factor², and c is a thousand times as large in three rollouts."""
     controller, factors = LearningRateController(0.1), []
-    for rollout in range(80):
+    for rollout in range(20):
         c = 10.0 if 3 <= rollout < 6 else 0.01
         for taken in (0, 1):
             kl = c * controller.factor**2 * taken
             controller.observe(StepSums(kl, 1.0, 1.0, 1.0), taken, 1)
         factors.append(controller.factor)
     best = (0.1 / 0.01) ** 0.5
-    assert factors[2] == pytest.approx(best, rel=0.1) and factors[6] < best / 10 and factors[-1] > best / 2
+    assert factors[2] == pytest.approx(best, rel=0.1) and factors[5] < best / 20 and factors[-1] > best / 2
 
 
 def test_equal_scores_do_not_change_the_learning_rate(tmp_path):

@@ -105,16 +105,11 @@ class LearningRateController:
 
     FIRST_FACTOR = 0.1  # a first step at a rate that is far too high would be seen only afterwards
     BOUNDS = (0.01, 1000.0)  # of the factor
-    # Both are measured in docs/studies/step_size.md, "Does a run fall?". A KL in the second half of a rollout that is
-    # OVERSHOOT times what it may be there sets a ceiling: half of the largest factor of this rollout
-    OVERSHOOT = 4.0
+    RISE = 1.5  # largest of the factor in a rollout, once the target was in reach
     # A step is undone if after it a minibatch's `kl` is above OVERSHOOT times its target and this; a token that the
-    # policy no longer samples adds 2, the most that one can
+    # policy no longer samples adds 2, the most that one can. (docs/studies/step_size.md, "Does a run fall?")
+    OVERSHOOT = 4.0
     DROPPED_KL = 4.0
-    # Which row is used: the first whose first number is below KL ÷ what the KL should be. The second number is the
-    # largest rise of the factor in a rollout, once the target has been in reach; the third is the rise of the ceiling.
-    # The last row is the most careful: a policy that does not move at all may be certain of everything
-    RISES = ((0.25, 1.5, 1.02), (0.01, 2.0, 1.5), (-math.inf, 1.1, 1.02))
 
     def __init__(self, target: float, episodes: int = 64, kl_limit: float = math.inf, minibatches: int = 1):
         self.target = target * min(episodes / 64, max(1.0, episodes / 128), 2.0)
@@ -122,8 +117,8 @@ class LearningRateController:
         self.minibatches = minibatches
         self.factor = self.FIRST_FACTOR if target else 1.0
         self.requested_scale = 1.0  # by callbacks
-        self.was_near_target = False  # whether the target has been in reach
-        self.ceiling = math.inf  # of the factor
+        self.was_near_target = False  # whether the target was in reach
+        self.ceiling = math.inf  # of the factor in this rollout
         self.is_on = True  # off where the policy is not trained
         self.scaler = StepScaler(lambda: self.factor_in_use)
         self._choices = 0.0  # of a completion, in the first pass
@@ -165,6 +160,8 @@ class LearningRateController:
             steps: number of all steps on the rollout.
         """
         del self._used[taken:], self._sums[taken:]
+        if not taken:
+            self.ceiling = self.factor * self.RISE if self.was_near_target else math.inf
         if self.scaler.was_skipped and self._used:
             self._used[-1] = 0.0
         self.scaler.was_skipped = self.scaler.optimizer is not None  # unless the next step is taken
@@ -182,8 +179,12 @@ class LearningRateController:
         kls, _, _, completions = sums_so_far[-self.minibatches :].T  # one minibatch would be noisy
         moved = torch.tensor([0.0, *accumulate(self._used)][-len(kls) :], dtype=torch.float64)
         kl = step_kl(kls, self._choices * completions, moved)
-        if self.present_target and moved[-1] and kl > 0 and sums.advantage > 0:
-            self._adapt(kl, taken, steps)
+        target = self.present_target
+        if target and moved[-1] and sums.advantage > 0:
+            factor = learning_rate_factor(self.factor, sum(self._used) / taken, kl, target, taken / steps)
+            lowest, highest = self.BOUNDS
+            self.factor = max(lowest, min(factor, highest, self.ceiling))
+            self.was_near_target |= kl > target / 4
         self.scaler.step = len(self._used)
         self._used.append(0.0 if self.scaler.undone else self.factor)
         return kl
@@ -202,35 +203,16 @@ class LearningRateController:
         self._used[step] = 0.0
         self.factor = min(self.factor, self.ceiling)
 
-    def _adapt(self, kl: float, taken: int, steps: int) -> None:
-        """Choose the next step's factor, after `taken` of a rollout's `steps` moved the policy by `kl`."""
-        target = self.present_target
-        share = taken / steps
-        factor = learning_rate_factor(self.factor, sum(self._used) / taken, kl, target, share)
-        ratio = kl / (share**2 * target)
-        in_second_half = 2 * taken >= steps
-        self.was_near_target |= kl > target / 4
-        _, rise, recovery = next(row for row in self.RISES if ratio > row[0])
-        highest = self._used[0] * rise if self.was_near_target else self.BOUNDS[1]
-        if in_second_half and kl > self.OVERSHOOT * share * self._full_target:
-            self.ceiling = min(self.ceiling, max(self._used) / 2)
-        highest = min(max(highest, self.factor), self.ceiling)  # a rise is limited, not undone
-        self.factor = max(self.BOUNDS[0], min(factor, self.BOUNDS[1], highest))
-        if taken == max(steps - 1, 1):
-            self.ceiling *= recovery
-
     def rescale(self, ratio: float) -> None:
         """After a change of the learning rate, multiply the factor by old ÷ new, so that steps stay as large."""
         if self.target:
             self.factor *= ratio
-            self.ceiling *= ratio
 
     def state_dict(self) -> dict[str, Any]:
-        names = "factor", "requested_scale", "was_near_target", "ceiling", "target"
+        names = "factor", "requested_scale", "was_near_target", "target"
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.requested_scale = state["requested_scale"]
         if self.target and state["target"]:  # a run without a target has found no factor
-            for name in ("factor", "was_near_target", "ceiling"):
-                setattr(self, name, state[name])
+            self.factor, self.was_near_target = state["factor"], state["was_near_target"]

@@ -24,7 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from torch import Tensor
 
-from benchmarks.critic.study import CELLS, area, interval, train
+from benchmarks.critic.study import CELLS, area, interval, reached, train
 from benchmarks.critic.worlds import start_of
 from trl_ext import PPOConfig
 from trl_ext.functional import step_kl_sums
@@ -109,6 +109,23 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def kl_table(rows: list[dict[str, Any]]) -> str:
+    """Return the KL to the first policy, nats a completion, where runs with a reference first have half and 80 %."""
+    found: dict[tuple, list[tuple[float, float]]] = {}
+    for row in rows:
+        if row.get("kl"):
+            start = row["scores"][0]
+            shares = [(score - start) / (row["best"] - start) for score in row["scores"]]
+            kls = reached(row["kl"], shares, 0.5), reached(row["kl"], shares, 0.8)
+            found.setdefault((row["cell"], row["arm"], row["factor"]), []).append(kls)
+    lines = ["\n| task | arm | rate | KL at 50 % of the gain (seeds) | at 80 % |", "|---|---|---|---|---|"]
+    for (cell, arm, factor), each in found.items():
+        there = [[kl for kl in kls if kl < math.inf] for kls in zip(*each, strict=True)]
+        shown = " | ".join(f"{fmean(kls):.1f} ({len(kls)})" if kls else "–" for kls in there)
+        lines.append(f"| {cell} | {arm} | {factor:.3g} × | {shown} |")
+    return "\n".join(lines) if found else ""
+
+
 def draw(rows: list[dict[str, Any]], file: Path) -> None:
     """Draw the first seed's scores over the tokens: a panel for each cell and arm, a line for each rate."""
     from matplotlib import colormaps
@@ -166,7 +183,7 @@ def main() -> None:
             rows.append(row)
             file.write(json.dumps(row) + "\n")
             file.flush()
-    print(table(rows))
+    print(table(rows), kl_table(rows), sep="\n")
     if args.picture:
         draw(rows, args.picture)
 

@@ -157,11 +157,19 @@ def test_fsdp2_gathers_the_pieces_that_the_memory_plan_counts(launched):
 def test_two_processes_train_as_one(launched, folder, one_process, split):
     _, output, results, *_ = launched
     trained = results["train"]
+
+    def factors(run):  # as the root of a KL, the small difference of two log-probabilities, each is rounded more
+        return [values["factor"] for values in run["state"] if "factor" in values]
+
+    def rest(run):
+        return [{name: value for name, value in values.items() if name != "factor"} for values in run["state"]]
+
     for workload in trained[0]:
         expected, rounded = one_process(workload), split(workload)
         for result in (rank[workload] for rank in trained):
-            for what in ("logs", "state"):
-                assert_close(result[what], expected[what], **bound(expected[what], rounded[what]))
+            assert_close(result["logs"], expected["logs"], **bound(expected["logs"], rounded["logs"]))
+            assert_close(rest(result), rest(expected), **bound(rest(expected), rest(rounded)))
+            assert_close(factors(result), factors(expected), rtol=2e-3, atol=0)
             assert_close(result["state"], trained[0][workload]["state"], rtol=0, atol=0)
         expected, rounded = saved(folder / "one" / workload), saved(folder / "split" / workload)
         assert expected

@@ -110,7 +110,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def kl_table(rows: list[dict[str, Any]]) -> str:
-    """Return the KL to the first policy, nats a completion, where runs with a reference first have half and 80 %."""
+    """Return a table of the KL to the first policy, nats a completion, when 50 and 80 % of the gain are reached."""
     found: dict[tuple, list[tuple[float, float]]] = {}
     for row in rows:
         if row.get("kl"):

@@ -196,7 +196,7 @@ class LearningRateController:
         return bool(self.target and self.scaler.can_undo and sums.kl > limit)
 
     def _take_back(self, step: int) -> None:
-        """Let the next optimizer step undo an earlier one, and keep the factor below half of that step's factor."""
+        """Let the next optimizer step undo an earlier one, and halve its factor as a limit until the rollout ends."""
         if not self.scaler.undone:
             self.ceiling = min(self.ceiling, self._used[step] / 2)
         self.scaler.undone.append(step)
